@@ -1,0 +1,139 @@
+"""Engines as data: what distinguishes the runtimes that may execute a plan. The same mesh costs differently under each.
+
+Every field is a fact about a runtime with an effect on time or memory; `sources` says where it was read. Adding an engine is adding a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from costmodel.errors import InputError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    """Facts about one runtime.
+
+    gradient_dtype: dtype in which gradients live and are reduced ("parameter" = same as the parameters).
+    master_weights: keeps an fp32 copy of bf16/fp16 parameters as optimizer state.
+    parameters_dtype: dtype parameters are stored in between steps ("compute" = the job's compute dtype, "fp32" = FSDP2 style mixed precision).
+    flat_gradient_buffer: gradients are allocated whole before the first backward, not one by one.
+    fused_kernels: norms, activations, rope, softmax-cross-entropy run as one kernel each and save only their inputs (TransformerEngine, Liger).
+    saves_gathered_input: with sequence parallel, the all-gathered input of a column-parallel linear is kept for backward (DTensor) rather than
+        gathered again (Megatron).
+    fused_input_gradient: the input gradients of q/k/v (gate/up) are summed before one reduction (fused QKV weights) instead of one each.
+    overlap_gradient_reduce, overlap_parameter_gather: ZeRO traffic runs beside compute.
+    selective_recompute: what "selective" recompute means: "core_attention" or "keep_matmuls" (all but matmul and attention outputs).
+    zero_stages, schedules, recompute, supports_*: what it can express; a plan for the engine uses only that.
+    context_bytes: device memory of context and libraries outside the allocator. allocator_reserve_frac: reserved over allocated, minus 1.
+    launch_s: host time to dispatch one kernel eagerly; 0 when captured in a graph.
+    """
+
+    name: str
+    gradient_dtype: str
+    master_weights: bool
+    parameters_dtype: str
+    flat_gradient_buffer: bool
+    fused_kernels: bool
+    saves_gathered_input: bool
+    fused_input_gradient: bool
+    overlap_gradient_reduce: bool
+    overlap_parameter_gather: bool
+    selective_recompute: str
+    zero_stages: tuple[int, ...]
+    schedules: tuple[str, ...]
+    recompute: tuple[str, ...]
+    supports_uneven_stages: bool
+    supports_cp: bool
+    supports_ep: bool
+    context_bytes: float
+    allocator_reserve_frac: float
+    launch_s: float
+    sources: tuple[str, ...]
+
+
+_SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b")
+_RECOMPUTE = ("none", "selective", "full", "first_k")
+
+ENGINES: tuple[Engine, ...] = (
+    Engine(
+        name="torch",
+        gradient_dtype="parameter",
+        master_weights=False,
+        parameters_dtype="fp32",
+        flat_gradient_buffer=False,
+        fused_kernels=False,
+        saves_gathered_input=True,
+        fused_input_gradient=False,
+        overlap_gradient_reduce=True,
+        overlap_parameter_gather=True,
+        selective_recompute="keep_matmuls",
+        zero_stages=(0, 2, 3),
+        schedules=_SCHEDULES,
+        recompute=_RECOMPUTE,
+        supports_uneven_stages=True,
+        supports_cp=False,
+        supports_ep=False,
+        context_bytes=1.0 * 2**30,
+        allocator_reserve_frac=0.05,
+        launch_s=6e-6,
+        sources=("this repository: runtime/", "torch 2.13 fully_shard: fp32 sharded parameters, bf16 all-gather by MixedPrecisionPolicy"),
+    ),
+    Engine(
+        name="torchtitan",
+        gradient_dtype="parameter",
+        master_weights=False,
+        parameters_dtype="fp32",
+        flat_gradient_buffer=False,
+        fused_kernels=False,
+        saves_gathered_input=True,
+        fused_input_gradient=False,
+        overlap_gradient_reduce=True,
+        overlap_parameter_gather=True,
+        selective_recompute="keep_matmuls",
+        zero_stages=(0, 2, 3),
+        schedules=_SCHEDULES,
+        recompute=("none", "selective", "full"),
+        supports_uneven_stages=True,
+        supports_cp=True,
+        supports_ep=True,
+        context_bytes=1.0 * 2**30,
+        allocator_reserve_frac=0.05,
+        launch_s=6e-6,
+        sources=("torchtitan 0.3.0 Trainer.Config, distributed/activation_checkpoint.py",),
+    ),
+    Engine(
+        name="megatron",
+        gradient_dtype="fp32",
+        master_weights=True,
+        parameters_dtype="compute",
+        flat_gradient_buffer=True,
+        fused_kernels=True,
+        saves_gathered_input=False,
+        fused_input_gradient=True,
+        overlap_gradient_reduce=True,
+        overlap_parameter_gather=True,
+        selective_recompute="core_attention",
+        zero_stages=(0, 1),
+        schedules=("1f1b", "interleaved_1f1b"),
+        recompute=_RECOMPUTE,
+        supports_uneven_stages=True,
+        supports_cp=True,
+        supports_ep=True,
+        context_bytes=1.5 * 2**30,
+        allocator_reserve_frac=0.04,
+        launch_s=5e-6,
+        sources=(
+            "megatron-core 0.19.2 arguments.py, core/distributed/param_and_grad_buffer.py; 18 B/param without sharding (Megatron-LM PR 482)",
+        ),
+    ),
+)
+
+
+def engine(name: str) -> Engine:
+    """The engine called `name`. Raises InputError with the known names."""
+    for candidate in ENGINES:
+        if candidate.name == name:
+            return candidate
+    known = ", ".join(candidate.name for candidate in ENGINES)
+    raise InputError(f"unknown engine {name!r}", where="engine", remedy=f"use one of {known}")

@@ -1,0 +1,41 @@
+"""Errors that users meet. Each says what, where, the numbers, and what to change; the CLI maps them to exit codes."""
+
+from __future__ import annotations
+
+
+class AutoplanError(Exception):
+    """Base of every error a user can cause or must act on.
+
+    `what` is the fact with its numbers, `where` the place (file, field, flag, module), `remedy` the change that helps.
+    """
+
+    exit_code = 1
+
+    def __init__(self, what: str, *, where: str = "", remedy: str = "") -> None:
+        self.what, self.where, self.remedy = what, where, remedy
+        text = f"{where}: {what}" if where else what
+        super().__init__(f"{text}. {remedy}" if remedy else text)
+
+
+class InputError(AutoplanError):
+    """A model, cluster, job, plan, file or flag that cannot be used as given (exit code 2)."""
+
+    exit_code = 2
+
+
+class LossyExportError(AutoplanError):
+    """The launcher cannot express what the plan says (exit code 3)."""
+
+    exit_code = 3
+
+
+class InfeasibleError(AutoplanError):
+    """No plan fits; carries the nearest miss (exit code 4). See planner.search for the attached facts."""
+
+    exit_code = 4
+
+
+class UnprovenError(AutoplanError):
+    """The search stopped before its proof while a proof was required (exit code 5)."""
+
+    exit_code = 5

@@ -1,0 +1,78 @@
+"""Estimate: what a step costs, by cause and by class. Produced by `estimate_step`, printed by planner.render."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+TIME_CAUSES = ("compute", "exposed_communication", "exposed_copy", "bubble", "optimizer", "host")
+
+MEMORY_CLASSES = (
+    "parameters", "gradients", "optimizer_state", "activations", "recompute_workspace", "logits", "gather_buffers", "communicators",
+    "framework",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One named amount of an itemised total: seconds or bytes, as the field that holds it says. `detail` is the arithmetic in words."""
+
+    name: str
+    amount: float
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageMemory:
+    """Device memory of one pipeline rank: bytes by class (at the step peak) and the three peaks (init, step, optimizer).
+
+    `in_flight` is the largest number of micro-batches whose activations live at once on this rank (summed over its chunks).
+    """
+
+    rank_index: int
+    classes: tuple[Line, ...]
+    init_peak_bytes: float
+    step_peak_bytes: float
+    optimizer_peak_bytes: float
+    in_flight: float
+
+    @property
+    def peak_bytes(self) -> float:
+        """Largest of the three peaks."""
+        return max(self.init_peak_bytes, self.step_peak_bytes, self.optimizer_peak_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """Seconds and bytes of one optimizer step under one strategy.
+
+    step_s = sum of `time` over TIME_CAUSES, on the critical pipeline rank. `compute_by_class` splits compute by op class;
+    `communication_by_axis` splits *exposed* communication by mesh axis; `hidden_communication_s` is what overlap hid.
+    mfu_frac = model flops / (step_s * devices * peak) where `mfu_denominator` names the peak and the flop convention.
+    `usable_bytes` is what the device offers; `fits` compares the largest peak with it.
+    """
+
+    step_s: float
+    time: tuple[Line, ...]
+    compute_by_class: tuple[Line, ...]
+    communication_by_axis: tuple[Line, ...]
+    hidden_communication_s: float
+    tokens_per_s: float
+    tokens_per_s_per_device: float
+    mfu_frac: float
+    hfu_frac: float
+    mfu_denominator: str
+    stages: tuple[StageMemory, ...]
+    usable_bytes: float
+    host_bytes_per_node: float
+    storage_bytes_per_node: float = 0.0
+    notes: tuple[str, ...] = ()
+
+    @property
+    def peak_bytes(self) -> float:
+        """Largest peak of any rank."""
+        return max(stage.peak_bytes for stage in self.stages)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the largest peak is within what the device offers."""
+        return self.peak_bytes <= self.usable_bytes

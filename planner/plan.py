@@ -1,0 +1,87 @@
+"""Plan: the frozen result. Decisions, the estimate of the step they lower to, the proof of the search, and why.
+
+`planner.codec` writes it as canonical JSON and reads it back; passes, runtime and exporters read nothing else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from costmodel.estimate import Estimate
+from costmodel.hardware import Cluster
+from planner.job import Job
+from planner.strategy import Strategy
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """One model chunk: `layer_paths` in execution order (embedding and head included where they sit), on pipeline rank `rank_index`.
+
+    `recompute_layers` says how many of its layers (role "layer", from the first) recompute in full (0 with "none" and "selective").
+    """
+
+    stage_index: int
+    rank_index: int
+    layer_paths: tuple[str, ...]
+    recompute_layers: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """A plan that was considered: its strategy, predicted step time and peak, and how it compares in words."""
+
+    strategy: Strategy
+    step_s: float
+    peak_bytes: float
+    remark: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rejection:
+    """`count` candidates refused for one `reason`; `example` is one of them in words."""
+
+    reason: str
+    count: int
+    example: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proof:
+    """What the search can vouch for: nothing in the searched space is faster than `bound_s`; gap = (objective - bound) / objective."""
+
+    objective_s: float
+    bound_s: float
+    gap_frac: float
+    method: str
+    status: str
+    num_candidates: int
+    num_evaluated: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Decisions for one model, cluster, job and engine.
+
+    `model` is the user's name for the model; `layouts` maps a module-path pattern (`*` stands for the layer index) to its tensor-parallel style
+    (column, row, vocab, replicate), empty when tp == 1.
+    """
+
+    model: str
+    graph_id: str
+    cluster: Cluster
+    job: Job
+    engine: str
+    strategy: Strategy
+    stages: tuple[Stage, ...]
+    layouts: tuple[tuple[str, str], ...]
+    estimate: Estimate
+    proof: Proof
+    assumptions: tuple[str, ...]
+    alternatives: tuple[Alternative, ...] = ()
+    rejections: tuple[Rejection, ...] = ()
+    num_parameters: int = 0
+    num_layers: int = 0
+    tied: tuple[tuple[str, str], ...] = ()
+    format_version: int = FORMAT_VERSION
