@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +67,13 @@ class Cluster:
     name: str
     pools: tuple[NodePool, ...]
     notes: tuple[str, ...] = field(default=())
+
+    @classmethod
+    def parse(cls, text: str | Path) -> Cluster:
+        """The cluster that `text` names: "8xH100*4", "p5.48xlarge*2", "local:4", a file. See costmodel.clusters. Raises InputError."""
+        from costmodel.clusters import parse_cluster
+
+        return parse_cluster(text)
 
     @property
     def num_devices(self) -> int:
