@@ -93,6 +93,9 @@ class Block:
 
     `saved` names the tensors that eager autograd keeps from forward to backward (parameters and block inputs owned by an earlier block's output
     excluded only when that block already counts them: a block counts its own input, not its output).
+    Backward: the gradient of tensor x is called `x.grad`. The gradients of the block's outputs enter as tensors of kind "input" that `inputs`
+    does not list; the gradients of its inputs and of its trainable parameters leave under that name. Rope tables and encoder outputs, read
+    by many blocks, count as saved where they are made.
     `layouts`: for every parameterised module of the block its tensor-parallel style: column, row, vocab, replicate.
     `role`: "embedding" (before the first layer), "layer", "head" (after the last layer, loss included).
     """
@@ -130,7 +133,11 @@ class Block:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """One place in the model: the module path and the block kind that runs there."""
+    """One place in the model: the module path and the block kind that runs there.
+
+    Tensors of a block of role "layer" are named relative to `path`; embedding and head own modules from several places, so theirs are full names
+    and their paths are labels ("embed", "head").
+    """
 
     path: str
     kind_id: str
