@@ -126,6 +126,9 @@ def _start(table: Mapping[str, Any], catalog: Catalog, nodes: int, where: str) -
 def _device(value: object, catalog: Catalog, where: str) -> DeviceRow:
     """A catalogue row: the one named, or one described in place, over `base` where that is given."""
     if isinstance(value, str):
+        instance = catalog.instance(value)
+        if instance is not None:
+            raise InputError(f"{value!r} is an instance, not a device", where=where, remedy=f"write instance: {instance.instance_id}")
         return known_device(catalog, value, where=where)
     table = check_keys(value, DEVICE_KEYS, ["name"], where)
     name, based = _text(table["name"], f"{where}.name"), "base" in table
