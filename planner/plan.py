@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from costmodel.estimate import Estimate
 from costmodel.hardware import Cluster
 from planner.job import Job
-from planner.shape import ModelShape
+from planner.models.spec import ModelSpec
 from planner.strategy import Strategy
 
 FORMAT_VERSION = 1
@@ -66,7 +66,8 @@ class Plan:
     """Decisions for one model, cluster, job and engine.
 
     `model` is the user's name for the model; `layouts` maps a module-path pattern (`*` stands for the layer index) to its tensor-parallel style
-    (column, row, vocab, replicate), empty when tp == 1. `shape` is None when the model is not a plain decoder or its sizes are unknown (an nn.Module).
+    (column, row, vocab, replicate), empty when tp == 1. `spec` lets the plan export without the model at hand; None for a
+    captured nn.Module, whose sizes no launcher could build from.
     """
 
     model: str
@@ -85,5 +86,5 @@ class Plan:
     num_parameters: int = 0
     num_layers: int = 0
     tied: tuple[tuple[str, str], ...] = ()
-    shape: ModelShape | None = None
+    spec: ModelSpec | None = None
     format_version: int = FORMAT_VERSION
