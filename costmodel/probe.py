@@ -11,7 +11,6 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +35,16 @@ def probe_pool(catalog: Catalog, *, kind: str = "", num_devices: int | None = No
     if kind == "gpu":
         raise InputError("nvidia-smi lists no GPU on this machine", where="cluster 'local-gpu'", remedy="use local-cpu, or name a cluster")
     cores = num_cores()
-    return cpu_pool(catalog, num_devices or max(1, int(cores)), cores, host_memory_bytes(), *measure_core())
+    flops_per_s, bytes_per_s = measure_core()
+    return cpu_pool(
+        catalog,
+        num_devices or max(1, int(cores)),
+        cores=cores,
+        host_bytes=host_memory_bytes(),
+        flops_per_s=flops_per_s,
+        bytes_per_s=bytes_per_s,
+        native_bf16="bf16" in _read("/proc/cpuinfo"),
+    )
 
 
 def nvidia_smi() -> tuple[tuple[str, ...], ...]:
@@ -90,14 +98,17 @@ def gpu_pool(catalog: Catalog, rows: tuple[tuple[str, ...], ...], num_devices: i
     return f"local-gpu:{count}", pool, (f"local: {count} x {known.name} as nvidia-smi lists them; peaks and GPU links from the catalogue",)
 
 
-def cpu_pool(catalog: Catalog, ranks: int, cores: float, host_bytes: float, flops_per_s: float, bytes_per_s: float) -> Probed:
+def cpu_pool(
+    catalog: Catalog, ranks: int, *, cores: float, host_bytes: float, flops_per_s: float, bytes_per_s: float, native_bf16: bool = False
+) -> Probed:
     """`ranks` CPU ranks on `cores` cores of `flops_per_s` and `bytes_per_s` each, sharing `host_bytes`.
 
     Loopback: latency and bandwidth of defaults.yaml, times (ranks/cores)**latency_exponent and over (ranks/cores)**bandwidth_exponent beyond one rank a core.
     """
     crowding = max(1.0, ranks / cores)
     fp32, copy = flops_per_s / crowding, bytes_per_s / crowding
-    loopback = catalog.defaults["loopback"]
+    loopback, rates = catalog.defaults["loopback"], catalog.defaults["cpu_rate_over_fp32"]
+    fracs = {"fp64": rates["fp64"], "fp32": 1.0, "bf16": rates["bf16_native" if native_bf16 else "bf16_emulated"], "fp16": rates["fp16"]}
     latency = loopback["latency_us"] / MILLION * crowding ** loopback["latency_exponent"]
     between = loopback["gb_per_s_per_direction"] * GB / crowding ** loopback["bandwidth_exponent"]
     device = Device(
@@ -105,9 +116,9 @@ def cpu_pool(catalog: Catalog, ranks: int, cores: float, host_bytes: float, flop
         arch="cpu",
         memory_bytes=float(host_bytes // ranks),
         memory_bandwidth_bytes_per_s=copy,
-        peak_flops=(("fp64", fp32 / 2), ("fp32", fp32), ("bf16", fp32), ("fp16", fp32)),
+        peak_flops=tuple((dtype, fp32 * frac) for dtype, frac in fracs.items()),
         kind="cpu",
-        source="measured here: numpy fp32 matmul per core-second and numpy copy; bf16 and fp16 at the fp32 rate, fp64 at half",
+        source="measured here: numpy fp32 matmul per core-second and numpy copy; other dtypes by cpu_rate_over_fp32 of defaults.yaml",
     )
     pool = NodePool(
         device=device,
@@ -129,19 +140,23 @@ def cpu_pool(catalog: Catalog, ranks: int, cores: float, host_bytes: float, flop
 def measure_core() -> tuple[float, float]:
     """(fp32 flops per second of one core, bytes per second read plus written by a copy), in about a quarter of a second.
 
-    Flops: 2 n**3 over CPU seconds of the process, so that neither other load nor the number of BLAS threads counts. Bytes: 2 x 32 MiB over the fastest copy.
+    Flops: 2 n**3 over CPU seconds of the process, so that neither other load nor the number of BLAS threads counts; a batch lasts long enough that
+    the scheduler's tick (4 ms, after which it books the time of other threads) does not matter. Bytes: 2 x 32 MiB over the fastest copy.
     """
-    size = 512
+    size, batch = 512, 40
     left = np.full((size, size), 0.5, dtype=np.float32)
-    flops = 2.0 * size**3
-    best_flops = max(flops / max(_cpu_seconds(lambda: np.matmul(left, left)), 1e-9) for _ in range(12))
+    np.matmul(left, left)
+    start = time.process_time()
+    for _ in range(batch):
+        np.matmul(left, left)
+    flops_per_s = batch * 2.0 * size**3 / max(time.process_time() - start, 1e-3)
     source, target = np.ones(32 * MIB, dtype=np.uint8), np.empty(32 * MIB, dtype=np.uint8)
     seconds = []
     for _ in range(5):
-        start = time.perf_counter()
+        begin = time.perf_counter()
         np.copyto(target, source)
-        seconds.append(time.perf_counter() - start)
-    return best_flops, 2 * source.nbytes / min(seconds)
+        seconds.append(time.perf_counter() - begin)
+    return flops_per_s, 2 * source.nbytes / min(seconds)
 
 
 def num_cores() -> float:
@@ -158,12 +173,6 @@ def host_memory_bytes() -> float:
     total = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     limit = _read("/sys/fs/cgroup/memory.max").strip()
     return min(total, float(limit)) if limit.isdigit() else total
-
-
-def _cpu_seconds(work: Callable[[], object]) -> float:
-    start = time.process_time()
-    work()
-    return time.process_time() - start
 
 
 def _read(path: str) -> str:

@@ -59,7 +59,8 @@ def test_every_default_has_a_source() -> None:
 @pytest.mark.parametrize("row", CATALOG.devices, ids=lambda row: row.device.device_id)
 def test_device_figures_are_plausible(row: DeviceRow) -> None:
     device = row.device
-    assert 0 < device.peak("fp32") <= device.peak("fp16")
+    assert device.peak("fp32") > 0
+    assert device.kind == "cpu" or device.peak("fp32") <= device.peak("fp16")
     assert device.memory_bandwidth_bytes_per_s > 1e9
     assert device.memory_bytes > 7e9
     assert row.fast_link.bandwidth_bytes_per_s > 1e9

@@ -272,13 +272,14 @@ def test_local_probes_this_machine() -> None:
 
 def test_more_ranks_than_cores_share_them() -> None:
     catalog = load_catalog()
-    _, two, _ = cpu_pool(catalog, 2, 2, 16e9, 1e11, 2e10)
-    _, four, notes = cpu_pool(catalog, 4, 2, 16e9, 1e11, 2e10)
+    _, two, _ = cpu_pool(catalog, 2, cores=2, host_bytes=16e9, flops_per_s=1e11, bytes_per_s=2e10)
+    _, four, notes = cpu_pool(catalog, 4, cores=2, host_bytes=16e9, flops_per_s=1e11, bytes_per_s=2e10)
     assert two.device.peak("fp32") == 1e11
     assert four.device.peak("fp32") == 5e10
     assert four.device.memory_bandwidth_bytes_per_s == 1e10
     assert (two.device.memory_bytes, four.device.memory_bytes) == (8e9, 4e9)
     assert "4 CPU ranks on 2 cores" in notes[0]
+    assert two.device.peak("fp16") < two.device.peak("bf16") < two.device.peak("fp32")
 
 
 def ring_all_reduce_s(pool: NodePool, num_bytes: float) -> float:
@@ -288,7 +289,7 @@ def ring_all_reduce_s(pool: NodePool, num_bytes: float) -> float:
 
 def test_loopback_gives_back_the_measured_all_reduces() -> None:
     for ranks, small_s, large_s in ((2, 0.17e-3, 1.4e-3), (4, 0.7e-3, 8.6e-3)):
-        _, pool, _ = cpu_pool(load_catalog(), ranks, 2, 16e9, 1e11, 2e10)
+        _, pool, _ = cpu_pool(load_catalog(), ranks, cores=2, host_bytes=16e9, flops_per_s=1e11, bytes_per_s=2e10)
         assert ring_all_reduce_s(pool, 0) == pytest.approx(small_s, rel=0.1)
         assert ring_all_reduce_s(pool, 4 * 2**20) == pytest.approx(large_s, rel=0.1)
 
