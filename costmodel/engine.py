@@ -23,6 +23,9 @@ class Engine:
         gathered again (Megatron).
     fused_input_gradient: the input gradients of q/k/v (gate/up) are summed before one reduction (fused QKV weights) instead of one each.
     overlap_gradient_reduce, overlap_parameter_gather: ZeRO traffic runs beside compute.
+    reduces_each_micro_batch: ZeRO-2/3 gradients are reduced (and ZeRO-2 parameters gathered) in every micro-batch, not once a step (FSDP2 without pipeline).
+    ddp_bucket_copy: plain data parallelism keeps a second copy of the gradients in reduction buckets (DDP without gradient_as_bucket_view).
+    fused_optimizer: one kernel updates each group of weights; otherwise temporaries of all weights appear in the optimizer step.
     selective_recompute: what "selective" recompute means: "core_attention" or "keep_matmuls" (all but matmul and attention outputs).
     zero_stages, schedules, recompute, supports_*: what it can express; a plan for the engine uses only that.
     context_bytes: device memory of context and libraries outside the allocator. allocator_reserve_frac: reserved over allocated, minus 1.
@@ -39,6 +42,9 @@ class Engine:
     fused_input_gradient: bool
     overlap_gradient_reduce: bool
     overlap_parameter_gather: bool
+    reduces_each_micro_batch: bool
+    ddp_bucket_copy: bool
+    fused_optimizer: bool
     selective_recompute: str
     zero_stages: tuple[int, ...]
     schedules: tuple[str, ...]
@@ -67,6 +73,9 @@ ENGINES: tuple[Engine, ...] = (
         fused_input_gradient=False,
         overlap_gradient_reduce=True,
         overlap_parameter_gather=True,
+        reduces_each_micro_batch=True,
+        ddp_bucket_copy=True,
+        fused_optimizer=True,
         selective_recompute="keep_matmuls",
         zero_stages=(0, 2, 3),
         schedules=_SCHEDULES,
@@ -90,6 +99,9 @@ ENGINES: tuple[Engine, ...] = (
         fused_input_gradient=False,
         overlap_gradient_reduce=True,
         overlap_parameter_gather=True,
+        reduces_each_micro_batch=True,
+        ddp_bucket_copy=True,
+        fused_optimizer=True,
         selective_recompute="keep_matmuls",
         zero_stages=(0, 2, 3),
         schedules=_SCHEDULES,
@@ -113,6 +125,9 @@ ENGINES: tuple[Engine, ...] = (
         fused_input_gradient=True,
         overlap_gradient_reduce=True,
         overlap_parameter_gather=True,
+        reduces_each_micro_batch=False,
+        ddp_bucket_copy=False,
+        fused_optimizer=True,
         selective_recompute="core_attention",
         zero_stages=(0, 1),
         schedules=("1f1b", "interleaved_1f1b"),

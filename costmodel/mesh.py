@@ -48,11 +48,14 @@ class Mesh:
         return self.dp_replicate * self.dp_shard
 
     def size(self, axis: str) -> int:
-        """Number of ranks along `axis` (one of AXES, 'ep', 'dp', or 'dp_cp': the group gradients are averaged over)."""
+        """Number of ranks along `axis` (one of AXES, 'ep', 'dp'), 'dp_cp' (the group gradients are averaged over), 'dp_shard_cp'
+        (the group ZeRO shards over), 'edp' and 'edp_shard' (the same two for expert parameters)."""
         if axis == "dp_cp":
             return self.dp * self.cp
         if axis == "dp_shard_cp":
             return self.dp_shard * self.cp
+        if axis == "edp_shard":
+            return self.dp_shard * self.cp * self.tp // self.ep
         if axis == "edp":
             return self.dp * self.cp * self.tp // self.ep
         return int(getattr(self, axis))
@@ -63,7 +66,7 @@ class Mesh:
         strides["dp"] = strides["dp_shard"]
         strides["dp_replicate"] = strides["dp_shard"] * self.dp_shard
         strides["pp"] = strides["dp_replicate"] * self.dp_replicate
-        strides["edp"] = self.ep
+        strides["edp"] = strides["edp_shard"] = self.ep
         return strides[axis]
 
     def group(self, axis: str, *, fast_domain: int, per_node: int) -> Group:

@@ -119,6 +119,7 @@ class BlockWork:
     `recompute` runs immediately before `backward`. `saved` is what stays alive from this block's forward to its backward.
     `forward_peak_bytes`: most bytes alive inside the forward beyond inputs, minus nothing; `backward_peak_bytes`: most bytes alive inside
     (recompute and) backward beyond the saved bytes of this block and the incoming gradient; both by liveness over the block's nodes.
+    `output_bytes`: what it hands to the next block; the incoming gradient of the backward has the same size.
     `logits` names the part of the head that deserves its own line.
     """
 
@@ -132,6 +133,7 @@ class BlockWork:
     saved: tuple[MemoryItem, ...] = ()
     forward_peak_bytes: float = 0.0
     backward_peak_bytes: float = 0.0
+    output_bytes: float = 0.0
     logits_bytes: float = 0.0
 
     @property
@@ -155,7 +157,11 @@ class StageWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepWork:
-    """Everything one optimizer step does, lowered. Times and memory of a step are functions of this, a Cluster and an Engine only."""
+    """Everything one optimizer step does, lowered. Times and memory of a step are functions of this, a Cluster and an Engine only.
+
+    `tied_embedding_params`: elements (after tp) of an embedding that the head shares. With pp > 1 the last rank holds a second copy and the two gradients are
+    summed; the head's own ParameterShard does not count it. `tokens_per_step` and `model_flops_per_step` are of the whole cluster.
+    """
 
     stages: tuple[StageWork, ...]
     mesh: Mesh

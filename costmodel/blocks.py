@@ -1,0 +1,135 @@
+"""Price one `BlockWork` on two streams: what computes, what communicates, and what of the latter no compute hides.
+
+Works run in program order. Compute occupies the compute stream; a blocking collective makes both streams meet; an overlapping one occupies the communication
+stream beside the compute that follows it. At the end of a phase both streams meet again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from costmodel.collectives import collective_s
+from costmodel.compute import compute_s
+from costmodel.hardware import NodePool
+from costmodel.mesh import Mesh
+from costmodel.profiles.kernels import KernelProfile, kernel_profile
+from costmodel.profiles.links import LinkProfile, link_profile
+from costmodel.work import BlockWork, Collective, Compute, Work
+
+Amounts = tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phase:
+    """Seconds of one phase (or of many): device compute by op class, exposed communication by axis, what overlap hid, exposed copies; kernels; flops."""
+
+    compute: Amounts = ()
+    exposed: Amounts = ()
+    hidden_s: float = 0.0
+    copy_s: float = 0.0
+    num_kernels: int = 0
+    flops: float = 0.0
+
+    @property
+    def compute_s(self) -> float:
+        """Device compute."""
+        return sum(seconds for _, seconds in self.compute)
+
+    @property
+    def exposed_s(self) -> float:
+        """Exposed communication."""
+        return sum(seconds for _, seconds in self.exposed)
+
+    @property
+    def device_s(self) -> float:
+        """Compute, exposed communication and exposed copies."""
+        return self.compute_s + self.exposed_s + self.copy_s
+
+
+def total_phase(parts: Iterable[tuple[Phase, int]]) -> Phase:
+    """The sum of `times` x phase over (phase, times)."""
+    compute: dict[str, float] = {}
+    exposed: dict[str, float] = {}
+    hidden = copy = flops = 0.0
+    kernels = 0
+    for phase, times in parts:
+        for mine, theirs in ((compute, phase.compute), (exposed, phase.exposed)):
+            for name, seconds in theirs:
+                mine[name] = mine.get(name, 0.0) + seconds * times
+        hidden += phase.hidden_s * times
+        copy += phase.copy_s * times
+        kernels += phase.num_kernels * times
+        flops += phase.flops * times
+    return Phase(
+        compute=tuple(compute.items()), exposed=tuple(exposed.items()), hidden_s=hidden, copy_s=copy, num_kernels=kernels, flops=flops
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What prices work: one pool, its calibrated rows, the mesh laid on it."""
+
+    pool: NodePool
+    mesh: Mesh
+    kernels: KernelProfile
+    links: LinkProfile
+
+    @classmethod
+    def of(cls, pool: NodePool, mesh: Mesh) -> Machine:
+        """The machine of `pool` under `mesh`."""
+        return cls(pool=pool, mesh=mesh, kernels=kernel_profile(pool.device), links=link_profile(pool))
+
+    def collective_s(self, kind: str, full_bytes: float, axis: str) -> float:
+        """Seconds of a collective on the group of `axis`."""
+        group = self.mesh.group(axis, fast_domain=self.pool.fast_domain, per_node=self.pool.devices_per_node)
+        return collective_s(kind, full_bytes, group, self.pool, self.links)
+
+    def copy_s(self, num_bytes: float, direction: str) -> float:
+        """Seconds of a host or storage transfer."""
+        pool = self.pool
+        share = max(1, pool.devices_per_node)
+        rates = {"disk_write": pool.storage_write_bytes_per_s / share, "disk_read": pool.storage_read_bytes_per_s / share}
+        rate = rates.get(direction) or pool.host_link.bandwidth_bytes_per_s
+        return pool.host_link.latency_s + num_bytes / rate
+
+
+def price_phase(works: tuple[Work, ...], machine: Machine) -> Phase:
+    """Seconds of `works` in order on the two streams."""
+    computed: dict[str, float] = {}
+    exposed: dict[str, float] = {}
+    clock = channel = busy = copy = flops = 0.0
+    kernels, axis = 0, ""
+    for work in works:
+        if isinstance(work, Compute):
+            seconds = compute_s(work, machine.pool.device, machine.kernels)
+            computed[work.op_class] = computed.get(work.op_class, 0.0) + seconds
+            kernels += work.num_kernels
+            flops += work.flops
+            clock += seconds
+        elif isinstance(work, Collective):
+            seconds = machine.collective_s(work.kind, work.full_bytes, work.axis)
+            if seconds == 0.0:
+                continue
+            kernels += 1
+            busy += seconds
+            channel = max(clock, channel) + seconds
+            axis = work.axis
+            if not work.overlaps:
+                exposed[axis] = exposed.get(axis, 0.0) + channel - clock
+                clock = channel
+        elif not work.overlaps:
+            seconds = machine.copy_s(work.num_bytes, work.direction)
+            copy += seconds
+            clock += seconds
+    if channel > clock:
+        exposed[axis] = exposed.get(axis, 0.0) + channel - clock
+    hidden = max(0.0, busy - sum(exposed.values()))
+    return Phase(
+        compute=tuple(computed.items()), exposed=tuple(exposed.items()), hidden_s=hidden, copy_s=copy, num_kernels=kernels, flops=flops
+    )
+
+
+def price_block(block: BlockWork, machine: Machine) -> tuple[Phase, Phase]:
+    """Forward, and backward with the recompute before it."""
+    return price_phase(block.forward, machine), price_phase((*block.recompute, *block.backward), machine)

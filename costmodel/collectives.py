@@ -1,0 +1,81 @@
+"""Seconds of one collective: alpha-beta per protocol and tier.
+
+Inside a fast domain of p ranks (ring, NCCL's low-latency and bulk protocols, whichever ends first):
+
+    t = min( alpha + f S / (0.5 B frac),  3 alpha + f S / (B frac) )          alpha = base + hop x steps
+    f: all_reduce 2 (n-1)/n, all_gather, reduce_scatter, all_to_all (n-1)/n, broadcast and p2p 1
+    steps: all_reduce 2 (n-1), all_gather, reduce_scatter n - 1, all_to_all, broadcast and p2p 1
+
+`frac` is the achieved share of the link for (kind, n), measured for the devices in costmodel/profiles/links.py, by rule of the link kind elsewhere.
+Over N > 1 domains the slower of two concurrent tiers rules (NCCL pipelines them): every byte that leaves a domain shares the p cards of the group's ranks,
+
+    t = alpha + max( f S / (B frac),  f_N S / (p W frac_W) )                    f_N: the same f with N in place of n
+
+with W the network bandwidth per device; latency grows with the tree (2 log2 N hops) for all_reduce when that is less than the ring, with the ring otherwise.
+An all-to-all sends (n - p)/n of its bytes over the network from one card, the rest inside. Formulas: NCCL tests' PERFORMANCE.md (bus bandwidth) and
+Hockney's alpha-beta model.
+"""
+
+from __future__ import annotations
+
+from math import ceil, log2
+
+from costmodel.hardware import Link, NodePool
+from costmodel.mesh import Group
+from costmodel.profiles.links import LinkProfile, link_profile
+
+BULK_LATENCY = 3.0
+LOW_LATENCY_FRAC = 0.5
+_GATHERS = frozenset({"all_gather", "reduce_scatter"})
+
+
+def collective_s(kind: str, full_bytes: float, group: Group, pool: NodePool, profile: LinkProfile | None = None) -> float:
+    """Seconds of one `kind` over `full_bytes` (see costmodel.work.Collective) on `group` in `pool`; 0.0 for a group of one."""
+    if group.size <= 1 or full_bytes <= 0.0:
+        return 0.0
+    profile = profile or link_profile(pool)
+    local = min(group.per_fast_domain, group.size)
+    outer = pool.network if group.size > group.per_node else pool.host_link
+    if group.size <= local:
+        return _inside_s(kind, full_bytes, group.size, pool.fast_link, profile)
+    if kind in ("p2p", "broadcast"):
+        return outer.latency_s + full_bytes / (outer.bandwidth_bytes_per_s * profile.network_frac)
+    return _across_s(kind, full_bytes, group.size, local, pool.fast_link, outer, profile)
+
+
+def volume_factor(kind: str, size: int) -> float:
+    """Bytes over the slowest link per byte of the tensor."""
+    if kind == "all_reduce":
+        return 2.0 * (size - 1) / size
+    if kind in ("p2p", "broadcast"):
+        return 1.0
+    return (size - 1) / size
+
+
+def _steps(kind: str, size: int) -> int:
+    if kind == "all_reduce":
+        return 2 * (size - 1)
+    return size - 1 if kind in _GATHERS else 1
+
+
+def _inside_s(kind: str, full_bytes: float, size: int, link: Link, profile: LinkProfile) -> float:
+    alpha = profile.base_s + profile.hop_s * _steps(kind, size)
+    wire = volume_factor(kind, size) * full_bytes / (link.bandwidth_bytes_per_s * profile.frac(kind, size))
+    return min(alpha + wire / LOW_LATENCY_FRAC, BULK_LATENCY * alpha + wire)
+
+
+def _across_s(kind: str, full_bytes: float, size: int, local: int, fast: Link, outer: Link, profile: LinkProfile) -> float:
+    domains = ceil(size / local)
+    bandwidth = outer.bandwidth_bytes_per_s * profile.network_frac
+    inside_wire = 0.0
+    if local > 1:
+        share = (local - 1) / size if kind == "all_to_all" else volume_factor(kind, size)
+        inside_wire = share * full_bytes / (fast.bandwidth_bytes_per_s * profile.frac(kind, local))
+    if kind == "all_to_all":
+        alpha = profile.base_s + outer.latency_s
+        return alpha + max(inside_wire, full_bytes * (size - local) / size / bandwidth)
+    ring = _steps(kind, domains) * outer.latency_s + _steps(kind, local) * profile.hop_s
+    tree = 2.0 * ceil(log2(domains)) * outer.latency_s + 2.0 * profile.hop_s * local
+    alpha = profile.base_s + (min(ring, tree) if kind == "all_reduce" else ring)
+    outer_wire = volume_factor(kind, domains) * full_bytes / (local * bandwidth)
+    return alpha + max(inside_wire, outer_wire)

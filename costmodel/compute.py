@@ -1,0 +1,115 @@
+"""Seconds of one `Compute` on one device: roofline with an efficiency per kind of kernel.
+
+    t = num_kernels x start + max(flops / (peak x eff), bytes / (bandwidth x frac))
+
+`start` is the device-side floor of one kernel (measured: the shortest kernels of the tables), host dispatch is priced in costmodel.simulate.
+
+GEMM (`gemm_s`): the output is cut in tiles of tm x tn; C cores run one tile each, so tiles run in waves, and every tile pays a prologue and epilogue worth
+k0 steps of its k loop:
+
+    t = start + min over tiles (tm, tn) and splits s of
+            waves(ceil(m/tm) ceil(n/tn) batch s / C) x 2 tm tn (k/s + k0) / (peak / C x e(tm, tn))
+    e(tm, tn) = e / (1 + c (1/tm + 1/tn) / 2)        smaller tiles reuse operands less
+
+`waves(x)` is ceil(x), blended with x beyond the first wave because cores do not march in step (`drift`). Five constants per
+architecture and dtype (e, k0, c, drift, start), fitted by tests/bench/fit_kernels.py; values and residuals in costmodel/profiles/kernels.py.
+
+Attention: flops / (peak x frac), forward and backward frac by architecture, less for short sequences (n / (n + n_half)). Everything else: bytes over achieved
+bandwidth. CPU ranks use the same formulas with one core and no waves.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+
+from costmodel.errors import InputError
+from costmodel.hardware import Device
+from costmodel.profiles.kernels import GemmConstants, KernelProfile, kernel_profile
+from costmodel.work import DTYPE_BYTES, Compute
+
+TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 64))
+SPLITS = (1, 2, 4, 8)
+_MATMUL_CLASSES = frozenset({"gemm", "grouped_gemm", "conv"})
+
+
+def compute_s(work: Compute, device: Device, profile: KernelProfile | None = None) -> float:
+    """Seconds `work` takes on `device`. Raises InputError when the device has no unit for its dtype."""
+    profile = profile or kernel_profile(device)
+    nbytes = work.read_bytes + work.write_bytes
+    if work.op_class in _MATMUL_CLASSES and work.flops > 0.0:
+        return _matmul_s(work, nbytes, device, profile)
+    if work.op_class == "attention":
+        return _attention_s(work, nbytes, device, profile)
+    return work.num_kernels * profile.start_s + nbytes / (device.memory_bandwidth_bytes_per_s * profile.bandwidth(work.op_class))
+
+
+def peak_flops(device: Device, dtype: str) -> float:
+    """Dense peak of `dtype`. Raises InputError naming device, dtype and what the device has.
+
+    CPUs compute every float dtype, at the fp32 rate when the device row does not say otherwise.
+    """
+    peak = device.peak(dtype)
+    if peak <= 0.0 and device.kind == "cpu":
+        peak = device.peak("fp32")
+    if peak <= 0.0:
+        known = ", ".join(name for name, value in device.peak_flops if value > 0.0)
+        raise InputError(
+            f"{device.device_id} has no {dtype} units (it has {known})",
+            where="Job.precision",
+            remedy=f"use one of {known}, or another device",
+        )
+    return peak
+
+
+def _matmul_s(work: Compute, nbytes: float, device: Device, profile: KernelProfile) -> float:
+    peak = peak_flops(device, work.dtype)
+    constants = profile.gemm(work.dtype)
+    bandwidth = device.memory_bandwidth_bytes_per_s * profile.bandwidth("gemm")
+    if not (work.m and work.n and work.k):
+        return work.num_kernels * constants.start_s + max(work.flops / (peak * constants.efficiency_frac), nbytes / bandwidth)
+    rows = max(1, ceil(work.m / work.batch)) if work.op_class == "grouped_gemm" else work.m
+    cores = 1 if device.kind == "cpu" else profile.num_cores(device)
+    factor = constants.grouped_frac if work.op_class == "grouped_gemm" else 1.0
+    layout = constants.layout_frac(work.layout, work.accumulate)
+    # `num_kernels` equal matrices in sequence (flops cover all of them), each of `batch` matrices at once.
+    count = max(1, work.num_kernels)
+    one = gemm_s(rows, work.n, work.k, work.batch, peak * factor * layout, cores, constants)
+    nbytes = max(nbytes, count * gemm_bytes(rows, work.n, work.k, work.batch, DTYPE_BYTES[work.dtype]) if nbytes == 0.0 else nbytes)
+    return count * constants.start_s + max(count * one, nbytes / bandwidth)
+
+
+def gemm_bytes(m: int, n: int, k: int, batch: int, size: float) -> float:
+    """Each operand and the result once."""
+    return batch * size * (m * k + k * n + m * n)
+
+
+def gemm_s(m: int, n: int, k: int, batch: int, peak: float, cores: int, constants: GemmConstants) -> float:
+    """Seconds of the arithmetic of `batch` m x n x k matrix products on `cores` cores that make `peak` together (no start, no memory)."""
+    if cores <= 1:
+        return 2.0 * batch * m * n * (k + constants.k_overhead) / (peak * constants.efficiency_frac)
+    best = float("inf")
+    per_core = peak * constants.efficiency_frac / cores
+    for tile_m, tile_n in TILES:
+        tiles = ceil(m / tile_m) * ceil(n / tile_n) * batch
+        reuse = 1.0 + constants.reuse * 0.5 * (1.0 / tile_m + 1.0 / tile_n)
+        flops = 2.0 * tile_m * tile_n * reuse / per_core
+        for split in SPLITS:
+            if split > 1 and (tiles * split > cores or k < 512 * split):
+                break
+            seconds = _waves(tiles * split / cores, constants.drift_frac) * flops * (k / split + constants.k_overhead)
+            best = min(best, seconds)
+    return best
+
+
+def _waves(ratio: float, drift: float) -> float:
+    """Waves of `ratio` tiles per core: at least one, whole waves softened by `drift` in [0, 1] (0 = lock-step)."""
+    return max(1.0, (1.0 - drift) * ceil(ratio) + drift * ratio)
+
+
+def _attention_s(work: Compute, nbytes: float, device: Device, profile: KernelProfile) -> float:
+    peak = peak_flops(device, work.dtype)
+    frac = profile.attention_backward_frac if work.backward else profile.attention_forward_frac
+    length = work.n or work.m
+    frac *= length / (length + profile.attention_half_length) if length else 1.0
+    moved = nbytes / (device.memory_bandwidth_bytes_per_s * profile.bandwidth("attention"))
+    return work.num_kernels * profile.start_s + max(work.flops / (peak * frac), moved)

@@ -1,0 +1,207 @@
+"""Kernel efficiency per architecture, as data: fitted by tests/bench/fit_kernels.py, residuals in docs/cost-model.md.
+
+`devices` names the device_ids (prefixes) that were measured; another device of the same `arch` uses the row and is flagged as extrapolated, a device of
+an unknown architecture uses the nearest row by kind.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from costmodel.hardware import Device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GemmConstants:
+    """efficiency_frac: sustained fraction of peak of an endless tile loop. k_overhead: k steps that prologue and epilogue cost. reuse: elements at which a tile
+    is bound by operand traffic. drift: softness of waves. start_s: floor of one kernel. grouped_frac: grouped GEMM over one GEMM of the same tiles.
+    nn_frac, nt_frac: input-gradient (NN) and weight-gradient (NT) layouts relative to TN; accumulate_frac: writing into an fp32 gradient."""
+
+    efficiency_frac: float
+    k_overhead: int
+    reuse: int
+    drift_frac: float
+    start_s: float
+    grouped_frac: float = 0.9
+    nn_frac: float = 1.0
+    nt_frac: float = 1.0
+    accumulate_frac: float = 1.0
+
+    def layout_frac(self, layout: str, accumulate: bool) -> float:
+        """Speed of `layout` relative to TN."""
+        frac = {"NN": self.nn_frac, "NT": self.nt_frac}.get(layout, 1.0)
+        return frac * (self.accumulate_frac if accumulate else 1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelProfile:
+    """All kernel constants of one architecture. `core_flops` is the bf16 (fp16 where there is none) peak of one core, which counts the cores of a device."""
+
+    name: str
+    devices: tuple[str, ...]
+    archs: tuple[str, ...]
+    core_flops: float
+    gemms: tuple[tuple[str, GemmConstants], ...]
+    start_s: float
+    bandwidth_frac: float
+    attention_forward_frac: float
+    attention_backward_frac: float
+    attention_half_length: int
+    source: str
+
+    def gemm(self, dtype: str) -> GemmConstants:
+        """Constants of `dtype`; the first row (bf16) when that dtype was not measured."""
+        return dict(self.gemms).get(dtype, self.gemms[0][1])
+
+    def bandwidth(self, op_class: str) -> float:
+        """Achieved fraction of memory bandwidth of large kernels of `op_class`."""
+        return self.bandwidth_frac
+
+    def num_cores(self, device: Device) -> int:
+        """Cores (SMs) of `device` by its half-precision peak."""
+        peak = device.peak("bf16") or device.peak("fp16") or device.peak("fp32")
+        return max(1, round(peak / self.core_flops))
+
+    def measured(self, device: Device) -> bool:
+        """Whether the constants were measured on this very device."""
+        return any(device.device_id.startswith(prefix) for prefix in self.devices)
+
+
+PROFILES: tuple[KernelProfile, ...] = (
+    KernelProfile(
+        name="a100",
+        devices=("a100-sxm4", "a100-pcie", "a800"),
+        archs=("ampere",),
+        core_flops=312e12 / 108,
+        gemms=(("bf16", GemmConstants(efficiency_frac=0.960, k_overhead=169, reuse=26, drift_frac=0.58, start_s=4.2e-6)),),
+        start_s=2.5e-6,
+        bandwidth_frac=0.82,
+        attention_forward_frac=0.68,
+        attention_backward_frac=0.52,
+        attention_half_length=400,
+        source="aiconfigurator-core 0.12.0 a100-sxm4-80gb GEMM table (Apache-2.0)",
+    ),
+    KernelProfile(
+        name="h100",
+        devices=("h100-sxm5", "h800"),
+        archs=("hopper",),
+        core_flops=989.4e12 / 132,
+        gemms=(
+            ("bf16", GemmConstants(efficiency_frac=0.929, k_overhead=162, reuse=15, drift_frac=0.64, start_s=2.6e-6)),
+            ("fp8", GemmConstants(efficiency_frac=0.864, k_overhead=115, reuse=62, drift_frac=0.38, start_s=13.7e-6)),
+        ),
+        start_s=2.5e-6,
+        bandwidth_frac=0.82,
+        attention_forward_frac=0.62,
+        attention_backward_frac=0.5,
+        attention_half_length=400,
+        source="aiconfigurator-core 0.12.0 h100-sxm5-80gb GEMM table (Apache-2.0)",
+    ),
+    KernelProfile(
+        name="h200",
+        devices=("h200",),
+        archs=(),
+        core_flops=989.4e12 / 132,
+        gemms=(
+            ("bf16", GemmConstants(efficiency_frac=0.914, k_overhead=152, reuse=17, drift_frac=0.98, start_s=2.7e-6)),
+            ("fp8", GemmConstants(efficiency_frac=0.903, k_overhead=172, reuse=60, drift_frac=0.40, start_s=13.5e-6)),
+        ),
+        start_s=2.5e-6,
+        bandwidth_frac=0.82,
+        attention_forward_frac=0.62,
+        attention_backward_frac=0.5,
+        attention_half_length=400,
+        source="aiconfigurator-core 0.12.0 h200-sxm GEMM table (Apache-2.0)",
+    ),
+    KernelProfile(
+        name="b200",
+        devices=("b200", "gb200"),
+        archs=("blackwell",),
+        core_flops=2250e12 / 148,
+        gemms=(
+            ("bf16", GemmConstants(efficiency_frac=0.838, k_overhead=109, reuse=20, drift_frac=0.45, start_s=2.3e-6)),
+            ("fp8", GemmConstants(efficiency_frac=0.800, k_overhead=123, reuse=66, drift_frac=0.33, start_s=16.6e-6)),
+        ),
+        start_s=2.5e-6,
+        bandwidth_frac=0.8,
+        attention_forward_frac=0.55,
+        attention_backward_frac=0.42,
+        attention_half_length=400,
+        source="aiconfigurator-core 0.12.0 b200-sxm GEMM table (Apache-2.0)",
+    ),
+    KernelProfile(
+        name="b300",
+        devices=("b300", "gb300"),
+        archs=("blackwell-ultra",),
+        core_flops=2250e12 / 148,
+        gemms=(
+            ("bf16", GemmConstants(efficiency_frac=0.823, k_overhead=41, reuse=21, drift_frac=0.99, start_s=2.2e-6)),
+            ("fp8", GemmConstants(efficiency_frac=0.858, k_overhead=143, reuse=68, drift_frac=0.28, start_s=15.7e-6)),
+        ),
+        start_s=2.5e-6,
+        bandwidth_frac=0.8,
+        attention_forward_frac=0.55,
+        attention_backward_frac=0.42,
+        attention_half_length=400,
+        source="aiconfigurator-core 0.12.0 b300-sxm GEMM table (Apache-2.0)",
+    ),
+    KernelProfile(
+        name="l40s",
+        devices=("l40s",),
+        archs=("ada",),
+        core_flops=362.05e12 / 142,
+        gemms=(
+            ("bf16", GemmConstants(efficiency_frac=0.714, k_overhead=101, reuse=23, drift_frac=0.74, start_s=1.2e-6)),
+            ("fp8", GemmConstants(efficiency_frac=0.645, k_overhead=46, reuse=44, drift_frac=0.66, start_s=11.8e-6)),
+        ),
+        start_s=2.5e-6,
+        bandwidth_frac=0.85,
+        attention_forward_frac=0.6,
+        attention_backward_frac=0.45,
+        attention_half_length=400,
+        source="aiconfigurator-core 0.12.0 l40s GEMM table (Apache-2.0)",
+    ),
+    KernelProfile(
+        name="rtx-pro-6000",
+        devices=("rtx-pro-6000",),
+        archs=(),
+        core_flops=503.8e12 / 188,
+        gemms=(
+            ("bf16", GemmConstants(efficiency_frac=0.975, k_overhead=158, reuse=26, drift_frac=0.43, start_s=1.8e-6)),
+            ("fp8", GemmConstants(efficiency_frac=0.942, k_overhead=159, reuse=55, drift_frac=0.43, start_s=13.1e-6)),
+        ),
+        start_s=2.5e-6,
+        bandwidth_frac=0.85,
+        attention_forward_frac=0.6,
+        attention_backward_frac=0.45,
+        attention_half_length=400,
+        source="aiconfigurator-core 0.12.0 rtx-pro-6000-server GEMM table (Apache-2.0)",
+    ),
+)
+
+CPU = KernelProfile(
+    name="cpu",
+    devices=(),
+    archs=(),
+    core_flops=1.0,
+    gemms=(("fp32", GemmConstants(efficiency_frac=0.9, k_overhead=16, reuse=0, drift_frac=1.0, start_s=5e-6)),),
+    start_s=5e-6,
+    bandwidth_frac=0.7,
+    attention_forward_frac=0.5,
+    attention_backward_frac=0.5,
+    attention_half_length=64,
+    source="rule: one CPU rank; measured by calibration",
+)
+
+
+def kernel_profile(device: Device) -> KernelProfile:
+    """The row measured on `device`, else the row of its architecture, the CPU row for CPU ranks, else the first row."""
+    for row in PROFILES:
+        if row.measured(device):
+            return row
+    if device.kind == "cpu":
+        return CPU
+    for row in PROFILES:
+        if device.arch in row.archs:
+            return row
+    return PROFILES[0]
