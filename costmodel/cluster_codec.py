@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any
 
-from costmodel.errors import InputError
+from costmodel.errors import InputError, shown
 from costmodel.hardware import Cluster, Device, Link, NodePool
 
 Json = dict[str, Any]
@@ -60,7 +61,7 @@ def _device(data: object, where: str) -> Device:
     peaks = table["peak_flops"]
     if not isinstance(peaks, Mapping):
         raise InputError(
-            f"{peaks!r} is not a mapping from dtype to flops per second", where=f"{where}.peak_flops", remedy="write {bf16: 3.12e14}"
+            f"{shown(peaks)} is not a mapping from dtype to flops per second", where=f"{where}.peak_flops", remedy="write {bf16: 3.12e14}"
         )
     values: Json = {name: _text(table[name], f"{where}.{name}") for name in ("device_id", "arch", "kind", "source") if name in table}
     for name in ("memory_bytes", "memory_bandwidth_bytes_per_s"):
@@ -86,12 +87,12 @@ def _table(data: object, kind: type, where: str) -> Mapping[str, Any]:
 def check_keys(data: object, known: list[str], required: list[str], where: str) -> Mapping[str, Any]:
     """`data` as a mapping that has every required key and none but the known ones. Raises InputError, with the nearest known key."""
     if not isinstance(data, Mapping):
-        raise InputError(f"{data!r} is not a mapping", where=where, remedy=f"give the keys {', '.join(required or known)}")
+        raise InputError(f"{shown(data)} is not a mapping", where=where, remedy=f"give the keys {', '.join(required or known)}")
     for key in data:
         if key not in known:
             close = difflib.get_close_matches(str(key), known, n=1)
             hint = f"did you mean {close[0]!r}? " if close else ""
-            raise InputError(f"unknown key {key!r}", where=where, remedy=f"{hint}known keys: {', '.join(known)}")
+            raise InputError(f"unknown key {shown(key)}", where=where, remedy=f"{hint}known keys: {', '.join(known)}")
     missing = [key for key in required if key not in data]
     if missing:
         raise InputError(f"missing {', '.join(missing)}", where=where, remedy=f"add {'it' if len(missing) == 1 else 'them'}")
@@ -100,24 +101,24 @@ def check_keys(data: object, known: list[str], required: list[str], where: str) 
 
 def number(value: object, where: str) -> float:
     """A finite number that is not negative. Raises InputError."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
-        raise InputError(f"{value!r} is not a number of at least 0", where=where, remedy="give a finite number")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= sys.float_info.max:
+        raise InputError(f"{shown(value)} is not a number of at least 0", where=where, remedy="give a finite number")
     return float(value)
 
 
 def _count(value: object, where: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InputError(f"{value!r} is not a whole number of at least 1", where=where, remedy="give a whole number")
+        raise InputError(f"{shown(value)} is not a whole number of at least 1", where=where, remedy="give a whole number")
     return value
 
 
 def _list(value: object, where: str) -> list[Any]:
     if not isinstance(value, (list, tuple)):
-        raise InputError(f"{value!r} is not a list", where=where, remedy="give a list")
+        raise InputError(f"{shown(value)} is not a list", where=where, remedy="give a list")
     return list(value)
 
 
 def _text(value: object, where: str) -> str:
     if not isinstance(value, str):
-        raise InputError(f"{value!r} is not text", where=where, remedy="give text")
+        raise InputError(f"{shown(value)} is not text", where=where, remedy="give text")
     return value

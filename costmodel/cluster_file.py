@@ -16,8 +16,8 @@ import yaml
 
 from costmodel.catalog import Catalog, DeviceRow, load_catalog
 from costmodel.cluster_codec import check_keys, number
-from costmodel.clusters import check_size, device_pool, instance_pool, known_device, whole_number
-from costmodel.errors import InputError
+from costmodel.clusters import MAX_DEVICES, check_size, device_pool, instance_pool, known_device
+from costmodel.errors import InputError, shown
 from costmodel.hardware import Cluster, Device, Link, NodePool
 from costmodel.units import parse_bytes, parse_bytes_per_s, parse_flops_per_s, parse_seconds
 from costmodel.work import DTYPE_BYTES
@@ -39,14 +39,14 @@ def read_cluster_file(path: Path) -> Cluster:
         table = check_keys(data, ["name", "pools"], ["pools"], where)
         pools = table["pools"]
         if not isinstance(pools, list) or not pools:
-            raise InputError(f"{pools!r} is not a list of pools", where=f"{where}: pools", remedy="give a list of mappings")
+            raise InputError(f"{shown(pools)} is not a list of pools", where=f"{where}: pools", remedy="give a list of mappings")
         places = [f"{where}: pools[{index}]" for index in range(len(pools))]
     else:
         table = check_keys(data, ["name", *POOL_KEYS], ["nodes"], where)
         pools, places = [{key: value for key, value in table.items() if key != "name"}], [where]
     name = table.get("name", path.stem)
     if not isinstance(name, str) or not name:
-        raise InputError(f"{name!r} is not a name", where=f"{where}: name", remedy="give text")
+        raise InputError(f"{shown(name)} is not a name", where=f"{where}: name", remedy="give text")
     catalog = load_catalog()
     parsed = [_pool(pool, catalog, place) for pool, place in zip(pools, places, strict=True)]
     notes = dict.fromkeys(note for _, pool_notes in parsed for note in pool_notes)
@@ -57,20 +57,22 @@ def read_cluster_file(path: Path) -> Cluster:
 
 def _load(path: Path) -> object:
     where = str(path)
-    if not path.exists():
-        raise InputError("no such file", where=where, remedy="check the path; names such as 8xH100*4 need no file")
-    if path.is_dir():
-        raise InputError("this is a directory", where=where, remedy="name a .yaml or .json file in it")
     try:
         text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise InputError("no such file", where=where, remedy="check the path; names such as 8xH100*4 need no file") from None
+    except IsADirectoryError:
+        raise InputError("this is a directory", where=where, remedy="name a .yaml or .json file in it") from None
     except UnicodeDecodeError as error:
         raise InputError(f"not UTF-8 at byte {error.start}", where=where, remedy="save the file as UTF-8") from None
+    except ValueError as error:
+        raise InputError(f"not a path: {error}", where=ascii(where), remedy="name a .yaml or .json file") from None
     except OSError as error:
         raise InputError(error.strerror or str(error), where=where, remedy="check its permissions") from None
     try:
         return json.loads(text) if path.suffix.lower() == ".json" else yaml.safe_load(text)
     except (ValueError, yaml.YAMLError, RecursionError) as error:
-        reason = " ".join(str(error).split())
+        reason = " ".join(str(error).split())[:200]
         raise InputError(
             f"not readable as {'JSON' if path.suffix.lower() == '.json' else 'YAML'}: {reason}", where=where, remedy=DOCS
         ) from None
@@ -189,17 +191,17 @@ def _storage(value: object, where: str) -> dict[str, float]:
 def _positive(parse: Callable[..., float], value: object, where: str) -> float:
     amount = parse(value, where=where)
     if amount <= 0:
-        raise InputError(f"{value!r} is zero", where=where, remedy="give more than zero")
+        raise InputError(f"{shown(value)} is zero", where=where, remedy="give more than zero")
     return amount
 
 
 def _count(value: object, what: str, where: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InputError(f"{value!r} is not a number of {what}", where=where, remedy="give a whole number, at least 1")
-    return whole_number(str(value), what, where)
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_DEVICES:
+        raise InputError(f"{shown(value)} is not a number of {what}", where=where, remedy=f"give a whole number from 1 to {MAX_DEVICES}")
+    return value
 
 
 def _text(value: object, where: str) -> str:
     if not isinstance(value, str) or not value:
-        raise InputError(f"{value!r} is not text", where=where, remedy="give text")
+        raise InputError(f"{shown(value)} is not text", where=where, remedy="give text")
     return value

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from costmodel.catalog import Catalog, DeviceRow, InstanceRow, load_catalog, name_key
-from costmodel.errors import InputError
+from costmodel.errors import InputError, shown
 from costmodel.hardware import Cluster, NodePool
 from costmodel.units import format_bytes_per_s
 
@@ -34,7 +34,7 @@ def parse_cluster(text: str | Path) -> Cluster:
 
         return read_cluster_file(Path(text))
     if not isinstance(text, str) or not text.strip():
-        raise InputError(f"{text!r} names no cluster", where="cluster", remedy=FORMS)
+        raise InputError(f"{shown(text)} names no cluster", where="cluster", remedy=FORMS)
     parts = [part.strip() for part in re.split(r"[+,]", text)]
     if not all(parts):
         raise InputError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import reprlib
+
 
 class AutoplanError(Exception):
     """Base of every error a user can cause or must act on.
@@ -39,3 +41,11 @@ class UnprovenError(AutoplanError):
     """The search stopped before its proof while a proof was required (exit code 5)."""
 
     exit_code = 5
+
+
+def shown(value: object) -> str:
+    """A user's value as an error message quotes it: its repr cut short, whatever its size or depth."""
+    try:
+        return reprlib.repr(value)
+    except ValueError:  # an int of more digits than Python prints
+        return f"this {type(value).__name__}"

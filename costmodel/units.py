@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Callable
 
-from costmodel.errors import InputError
+from costmodel.errors import InputError, shown
 
 KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
 KB, MB, GB, TB = 1e3, 1e6, 1e9, 1e12
@@ -45,7 +45,7 @@ def parse_seconds(text: object, *, where: str = "") -> float:
 def _parse(text: object, scale_of: Callable[[str], float | None], example: str, where: str) -> float:
     match = _QUANTITY.fullmatch(text.strip()) if isinstance(text, str) else None
     if match is None:
-        raise InputError(f"{text!r} is not a quantity with a unit", where=where, remedy=f"write for example {example}")
+        raise InputError(f"{shown(text)} is not a quantity with a unit", where=where, remedy=f"write for example {example}")
     scale = scale_of((match[2] or "").strip())
     if scale is None:
         unit = f"unit {match[2].strip()!r} is not known here" if match[2] else f"{text!r} has no unit"

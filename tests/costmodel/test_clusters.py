@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from costmodel import cluster_file
 from costmodel.catalog import load_catalog
@@ -113,7 +115,7 @@ def test_half_the_lanes_are_half_the_bandwidth() -> None:
         "H1000", "H10O",
         "8xfoo", "p5.48xlarg", "2xp5.48xlarge", "p5.48xlarge:2", "8", "8 H100", "nvidia", "local:0", "local:-1", "local:x", "local:",
         "missing.yaml", "/no/such/file",
-        "8xH100 + local:none", "{}", "😀", None, 8, ["8xH100"],
+        "8xH100 + local:none", "a" * 5000 + ".yaml", "a\x00.yaml", "{}", "😀", None, 8, ["8xH100"],
     ],
 )  # fmt: skip
 def test_malformed_names_are_input_errors_with_place_and_remedy(text: object) -> None:
@@ -190,7 +192,10 @@ def test_the_schema_and_the_reader_know_the_same_keys() -> None:
         ("{gpu: {name: X, base: Y}, nodes: 1}", "gpu.base"), ("{gpu: {name: X, base: H100, memory: lots}, nodes: 1}", "gpu.memory"),
         ("{gpu: {name: X, base: H100, peak: {bf17: 1 TFLOP/s}}, nodes: 1}", "gpu.peak"),
         ("{gpu: {name: X, base: H100, peak: {}}, nodes: 1}", "gpu.peak"),
-        ("{name: 3, gpu: H100, nodes: 1}", "name"),
+        ("{name: 3, gpu: H100, nodes: 1}", "name"), ("{gpu: H100, nodes: 0x"+"f"*5000+"}", "nodes"),
+        ("{gpu: H100, nodes: 1, usd_per_hour: 1"+"0"*400+"}", "usd_per_hour"),
+        ("&a [*a]", ""), ("{gpu: &a {name: X, base: *a}, nodes: 1}", ""),
+        ("a: &a [x, x, x]\nb: &b [*a, *a, *a]\nname: &c [*b, *b]\nnodes: 1", ""), ("2026-01-01: 1", ""),
     ],
 )  # fmt: skip
 def test_malformed_files_are_input_errors_with_place_and_remedy(tmp_path: Path, text: str, place: str) -> None:
@@ -215,6 +220,18 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     for path, what in ((latin, "UTF-8"), (folder, "directory"), (broken, "JSON"), (deep, "JSON"), (tmp_path / "none.yaml", "no such file")):
         with pytest.raises(InputError, match=what):
             Cluster.parse(path)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.text(alphabet="0189xX*:+,-. HAaBbVvLl40pP5gG\x00/\n²", max_size=12) | st.text(max_size=6))
+def test_any_text_is_a_cluster_or_an_input_error(text: str) -> None:
+    try:
+        cluster = Cluster.parse(text)
+    except InputError as error:
+        told = bool(error.where and error.remedy)
+    else:
+        told = Cluster.parse(cluster.name).pools == cluster.pools
+    assert told
 
 
 def test_misspelled_keys_offer_the_nearest(tmp_path: Path) -> None:
