@@ -1,0 +1,34 @@
+"""Optimizers by the plan's name. Learning rate and the like are the user's business: pass `optimizer_factory` to runtime.apply."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import SGD, AdamW, Optimizer
+
+from costmodel.errors import InputError
+
+ParameterGroups = list[dict[str, Any]]
+OptimizerFactory = Callable[[ParameterGroups], Optimizer]
+
+LEARNING_RATE = 1e-3
+
+
+def build_optimizer(name: str, groups: ParameterGroups) -> Optimizer:
+    """The optimizer that `Job.optimizer` names, at LEARNING_RATE and torch's other defaults. Raises InputError when it does not run here."""
+    factories: dict[str, OptimizerFactory] = {
+        "adamw": lambda groups: AdamW(groups, lr=LEARNING_RATE),
+        "sgd": lambda groups: SGD(groups, lr=LEARNING_RATE),
+    }
+    if name not in factories:
+        raise InputError(f"optimizer {name!r} does not run here", where="Plan.job.optimizer", remedy=f"use one of {', '.join(factories)}")
+    return factories[name](groups)
+
+
+def state_bytes(optimizer: Optimizer) -> int:
+    """Bytes of optimizer state on this rank."""
+    tensors = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+    parts = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
+    return sum(part.numel() * part.element_size() for part in parts)

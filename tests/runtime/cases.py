@@ -1,0 +1,108 @@
+"""What the ranks of the pool run: train under a plan and compare with one process. Imported by the workers, not collected."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import runtime
+from examples.gpt import GPTConfig, batches, build_model, loss_fn
+from tests.runtime.plans import GPT_LAYOUTS, LLAMA_LAYOUTS, make_plan
+
+VOCAB, SEQUENCE, GLOBAL_BATCH, STEPS = 96, 16, 8, 3
+
+
+def gpt(num_layers: int, **config: Any) -> nn.Module:
+    """The examples' GPT with biases everywhere, so that every kind of parameter is compared."""
+    sizes = {"vocab_size": VOCAB, "max_sequence": SEQUENCE, "num_layers": num_layers, "hidden_size": 32, "num_heads": 4}
+    model = build_model(GPTConfig(**{**sizes, **config}))
+    torch.manual_seed(1)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, mean=float(parameter.ndim == 1) * 0.1, std=0.08)
+    return model
+
+
+def llama(num_layers: int, **config: Any) -> nn.Module:
+    """A small Llama of transformers with grouped-query attention."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {
+        "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": num_layers, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": SEQUENCE, "tie_word_embeddings": False,
+    }  # fmt: skip
+    torch.manual_seed(1)
+    return LlamaForCausalLM(LlamaConfig(**{**sizes, **config}))
+
+
+def logits_loss(output: Any, batch: dict[str, Tensor]) -> Tensor:
+    """The examples' loss, on logits or on a Hugging Face output."""
+    return loss_fn(getattr(output, "logits", output), batch)
+
+
+MODELS = {
+    "gpt": (gpt, {"chain": "blocks", "layouts": GPT_LAYOUTS}),
+    "llama": (llama, {"chain": "model.layers", "layouts": LLAMA_LAYOUTS, "ends": ("model.embed_tokens", "lm_head")}),
+}
+
+
+def optimizer_factory(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """AdamW with an eps above fp32 noise: a gradient that is zero up to rounding must not become a full step in a random direction."""
+    return torch.optim.AdamW(groups, lr=1e-2, eps=1e-4)
+
+
+def global_batches(steps: int) -> list[dict[str, Tensor]]:
+    """The same global batches on every rank."""
+    stream = batches(batch=GLOBAL_BATCH, sequence=SEQUENCE, vocab_size=VOCAB)
+    return [next(stream) for _ in range(steps)]
+
+
+def reference(model: nn.Module, data: list[dict[str, Tensor]]) -> tuple[list[float], list[dict[str, Tensor]], dict[str, Tensor]]:
+    """Losses and gradients of every step, and final weights, of one process on whole batches. Shared parameters under all their names."""
+    optimizer = optimizer_factory([{"params": list(model.parameters())}])
+    losses, gradients = [], []
+    for batch in data:
+        loss = logits_loss(model(batch["input_ids"]), batch)
+        loss.backward()
+        losses.append(loss.item())
+        gradients.append({name: parameter.grad.clone() for name, parameter in model.named_parameters(remove_duplicate=False)})
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, gradients, dict(model.named_parameters(remove_duplicate=False))
+
+
+def error(value: Tensor, truth: Tensor, floor: float) -> float:
+    """Largest difference over the largest true magnitude (at least `floor`)."""
+    return float((value - truth).abs().max() / max(float(truth.abs().max()), floor))
+
+
+def parity(*, model: str, num_layers: int = 4, config: dict[str, Any] | None = None, plan: dict[str, Any]) -> dict[str, Any]:
+    """Train STEPS steps under the plan and report the largest errors of loss, gradients and weights, and which parameters were compared."""
+    build, facts = MODELS[model]
+    data = global_batches(STEPS)
+    whole = build(num_layers, **(config or {}))
+    losses, gradients, weights = reference(copy.deepcopy(whole), data)
+    made = make_plan(num_layers=num_layers, global_batch=GLOBAL_BATCH, seq_len=SEQUENCE, **facts, **plan)
+    trainer = runtime.apply(made, whole, loss_fn=logits_loss, optimizer_factory=optimizer_factory)
+    del whole
+    share, index = GLOBAL_BATCH // made.strategy.mesh.dp, trainer.place.data_index
+    worst = {"loss": 0.0, "gradient": 0.0, "weight": 0.0}
+    worst_name = ""
+    for step, batch in enumerate(data):
+        mine = {name: value[index * share : (index + 1) * share] for name, value in batch.items()}
+        loss = trainer.forward_backward(mine)
+        worst["loss"] = max(worst["loss"], abs(loss - losses[step]) / abs(losses[step]))
+        floor = 1e-3 * max(float(value.abs().max()) for value in gradients[step].values())
+        for name, value in trainer.whole({name: parameter.grad for name, parameter in trainer.parameters().items()}).items():
+            difference = error(value, gradients[step][name], floor)
+            if difference > worst["gradient"]:
+                worst["gradient"], worst_name = difference, name
+        trainer.update()
+    held = trainer.whole(dict(trainer.parameters()))
+    for name, value in held.items():
+        worst["weight"] = max(worst["weight"], error(value.detach(), weights[name].detach(), 0.0))
+    local_bytes = sum((p.to_local() if hasattr(p, "to_local") else p).nbytes for p in trainer.parameters().values())
+    return {**worst, "worst_name": worst_name, "names": sorted(held), "local_bytes": local_bytes, "rank": dist.get_rank()}

@@ -1,0 +1,38 @@
+"""Training under a plan equals training in one process: loss, every gradient and every weight over several AdamW steps, in fp32."""
+
+from __future__ import annotations
+
+import pytest
+
+pytestmark = pytest.mark.dist
+TOLERANCE = 1e-4
+
+CASES = {
+    "ddp": (4, {"mesh": {"dp_replicate": 4}}),
+    "ddp, accumulation": (4, {"mesh": {"dp_replicate": 4}, "recompute": "full"}),
+    "zero 2": (4, {"mesh": {"dp_shard": 4}, "zero_stage": 2}),
+    "zero 3": (4, {"mesh": {"dp_shard": 4}, "zero_stage": 3}),
+    "hsdp": (4, {"mesh": {"dp_replicate": 2, "dp_shard": 2}, "zero_stage": 3, "recompute": "selective"}),
+    "tp": (4, {"mesh": {"tp": 4}, "micro_batch": 4}),
+    "tp, dp": (4, {"mesh": {"tp": 2, "dp_replicate": 2}, "micro_batch": 2}),
+    "tp, sp": (4, {"mesh": {"tp": 4}, "sequence_parallel": True, "micro_batch": 4, "recompute": "full"}),
+    "fsdp, tp": (4, {"mesh": {"dp_shard": 2, "tp": 2}, "zero_stage": 3, "recompute": "first_k", "recompute_layers": 2}),
+    "fsdp, tp, sp": (4, {"mesh": {"dp_shard": 2, "tp": 2}, "zero_stage": 3, "sequence_parallel": True, "recompute": "selective"}),
+}
+
+
+def check(results, num_parameters):
+    for result in results:
+        assert result["loss"] < TOLERANCE, result
+        assert result["gradient"] < TOLERANCE, result
+        assert result["weight"] < TOLERANCE, result
+    assert len({name for result in results for name in result["names"]}) == num_parameters
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("model", "num_parameters"), [("gpt", 2 + 4 * 16 + 3), ("llama", 1 + 4 * 9 + 2)])
+def test_parity(pool, name, model, num_parameters):
+    ranks, plan = CASES[name]
+    if model == "llama" and plan["mesh"].get("tp") == 4:
+        plan = {**plan, "mesh": {"tp": 2, "dp_replicate": 2}, "micro_batch": 2}
+    check(pool.run("tests.runtime.cases:parity", ranks=ranks, model=model, plan=plan), num_parameters)
