@@ -26,6 +26,8 @@ class Engine:
     reduces_each_micro_batch: ZeRO-2/3 gradients are reduced (and ZeRO-2 parameters gathered) in every micro-batch, not once a step (FSDP2 without pipeline).
     ddp_bucket_copy: plain data parallelism keeps a second copy of the gradients in reduction buckets (DDP without gradient_as_bucket_view).
     fused_optimizer: one kernel updates each group of weights; otherwise temporaries of all weights appear in the optimizer step.
+    overlap_tensor_parallel: in backward, reductions of input gradients and repeated gathers of inputs run beside the weight and input gradient matmuls.
+    recompute_stops_early: full recompute ends with the last kernel whose output backward reads (torch's non-reentrant checkpoint with early_stop).
     selective_recompute: what "selective" recompute means: "core_attention" or "keep_matmuls" (all but matmul and attention outputs).
     zero_stages, schedules, recompute, supports_*: what it can express; a plan for the engine uses only that.
     context_bytes: device memory of context and libraries outside the allocator. allocator_reserve_frac: reserved over allocated, minus 1.
@@ -45,6 +47,8 @@ class Engine:
     reduces_each_micro_batch: bool
     ddp_bucket_copy: bool
     fused_optimizer: bool
+    overlap_tensor_parallel: bool
+    recompute_stops_early: bool
     selective_recompute: str
     zero_stages: tuple[int, ...]
     schedules: tuple[str, ...]
@@ -76,6 +80,8 @@ ENGINES: tuple[Engine, ...] = (
         reduces_each_micro_batch=True,
         ddp_bucket_copy=True,
         fused_optimizer=True,
+        overlap_tensor_parallel=False,
+        recompute_stops_early=True,
         selective_recompute="keep_matmuls",
         zero_stages=(0, 2, 3),
         schedules=_SCHEDULES,
@@ -102,6 +108,8 @@ ENGINES: tuple[Engine, ...] = (
         reduces_each_micro_batch=True,
         ddp_bucket_copy=True,
         fused_optimizer=True,
+        overlap_tensor_parallel=False,
+        recompute_stops_early=False,
         selective_recompute="keep_matmuls",
         zero_stages=(0, 2, 3),
         schedules=_SCHEDULES,
@@ -128,6 +136,8 @@ ENGINES: tuple[Engine, ...] = (
         reduces_each_micro_batch=False,
         ddp_bucket_copy=False,
         fused_optimizer=True,
+        overlap_tensor_parallel=True,
+        recompute_stops_early=False,
         selective_recompute="core_attention",
         zero_stages=(0, 1),
         schedules=("1f1b", "interleaved_1f1b"),

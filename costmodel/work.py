@@ -54,8 +54,9 @@ class Compute:
 class Collective:
     """One communication call on the group of `axis` (see costmodel.mesh).
 
-    kind: all_reduce, all_gather, reduce_scatter, all_to_all, p2p, broadcast. `full_bytes` is the whole logical tensor: the all-reduced buffer, the
-    gathered result, the input of a reduce-scatter, what one rank sends in all to all ranks (its own part included), the message of a p2p.
+    kind: all_reduce, all_gather, reduce_scatter, all_to_all, p2p, broadcast, or wait (0 bytes: compute waits for all overlapping calls before it).
+    `full_bytes` is the whole logical tensor: the all-reduced buffer, the gathered result, the input of a reduce-scatter, what one rank sends in
+    all to all ranks (its own part included), the message of a p2p.
     `overlaps`: may run beside the compute work that follows it in program order without data dependence (prefetch, gradient reduction,
     ring attention); otherwise compute waits for it.
     """
