@@ -1,7 +1,7 @@
 """Price one `BlockWork` on two streams: what computes, what communicates, and what of the latter no compute hides.
 
 Works run in program order. Compute occupies the compute stream; a blocking collective makes both streams meet; an overlapping one occupies the communication
-stream beside the compute that follows it. At the end of a phase both streams meet again.
+stream beside the compute that follows it, up to the next blocking call or `wait`. At the end of a phase both streams meet again.
 """
 
 from __future__ import annotations
@@ -109,14 +109,13 @@ def price_phase(works: tuple[Work, ...], machine: Machine) -> Phase:
             clock += seconds
         elif isinstance(work, Collective):
             seconds = machine.collective_s(work.kind, work.full_bytes, work.axis)
-            if seconds == 0.0:
-                continue
-            kernels += 1
-            busy += seconds
-            channel = max(clock, channel) + seconds
-            axis = work.axis
-            if not work.overlaps:
-                exposed[axis] = exposed.get(axis, 0.0) + channel - clock
+            if seconds > 0.0:
+                kernels += 1
+                busy += seconds
+                channel = max(clock, channel) + seconds
+                axis = work.axis
+            if not work.overlaps and channel > clock:
+                exposed[work.axis] = exposed.get(work.axis, 0.0) + channel - clock
                 clock = channel
         elif not work.overlaps:
             seconds = machine.copy_s(work.num_bytes, work.direction)
