@@ -20,6 +20,30 @@ CASES = {
     "fsdp, tp, sp": (4, {"mesh": {"dp_shard": 2, "tp": 2}, "zero_stage": 3, "sequence_parallel": True, "recompute": "selective"}),
 }
 
+PIPELINE_CASES = {
+    "1f1b": (4, {"mesh": {"pp": 4}, "schedule": "1f1b", "micro_batch": 2}),
+    "1f1b, uneven": (4, {"mesh": {"pp": 2, "dp_replicate": 2}, "schedule": "1f1b", "stage_layers": (3, 1), "recompute": "full"}),
+    "gpipe": (4, {"mesh": {"pp": 2, "dp_replicate": 2}, "schedule": "gpipe", "recompute": "first_k", "recompute_layers": 1}),
+    "interleaved": (4, {"mesh": {"pp": 2, "dp_replicate": 2}, "schedule": "interleaved_1f1b", "vpp": 2, "recompute": "selective"}),
+    "pp, fsdp": (4, {"mesh": {"pp": 2, "dp_shard": 2}, "schedule": "1f1b", "zero_stage": 3}),
+    "pp, zero 2, interleaved": (4, {"mesh": {"pp": 2, "dp_shard": 2}, "schedule": "interleaved_1f1b", "vpp": 2, "zero_stage": 2}),
+    "pp, tp": (4, {"mesh": {"pp": 2, "tp": 2}, "schedule": "1f1b", "micro_batch": 2, "recompute": "full"}),
+    "pp, tp, sp": (4, {"mesh": {"pp": 2, "tp": 2}, "schedule": "1f1b", "micro_batch": 2, "sequence_parallel": True}),
+    "pp, fsdp, tp": (8, {"mesh": {"pp": 2, "dp_shard": 2, "tp": 2}, "schedule": "1f1b", "zero_stage": 3}),
+    "pp, fsdp, tp, sp, interleaved": (
+        8,
+        {
+            "mesh": {"pp": 2, "dp_shard": 2, "tp": 2},
+            "schedule": "interleaved_1f1b",
+            "vpp": 2,
+            "zero_stage": 2,
+            "sequence_parallel": True,
+            "recompute": "selective",
+        },
+    ),
+}
+CASES = CASES | PIPELINE_CASES
+
 
 def check(results, num_parameters):
     for result in results:
