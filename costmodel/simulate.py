@@ -241,7 +241,8 @@ def _assemble(
         tokens_per_s_per_device=step.tokens_per_step / step_s / devices,
         mfu_frac=step.model_flops_per_step / (step_s * devices * peak),
         hfu_frac=flops / (step_s * devices * peak),
-        mfu_denominator=f"{dtype} dense peak {peak / 1e12:.1f} TFLOP/s per device, model flops = 6 x active matmul parameters x tokens + attention as full square (PaLM), no recompute",
+        mfu_denominator=f"{dtype} dense peak {peak / 1e12:.1f} TFLOP/s per device, model flops = 6 x active matmul parameters x tokens"
+        " + attention as full square (PaLM), no recompute",
         stages=memories,
         usable_bytes=usable_bytes(machine.pool),
         host_bytes_per_node=host_bytes(step, engine, machine.pool),
