@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from costmodel.estimate import Estimate
 from costmodel.hardware import Cluster
@@ -31,12 +32,16 @@ class Stage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
-    """A plan that was considered: its strategy, predicted step time and peak, and how it compares in words."""
+    """A plan that was considered: its strategy, predicted step time and peak, and how it compares in words.
+
+    `fits` is false for one that was priced but needs more memory than a device offers.
+    """
 
     strategy: Strategy
     step_s: float
     peak_bytes: float
     remark: str = ""
+    fits: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +55,10 @@ class Rejection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
-    """What the search can vouch for: nothing in the searched space is faster than `bound_s`; gap = (objective - bound) / objective."""
+    """What the search can vouch for: nothing in the searched space is faster than `bound_s`; gap = (objective - bound) / objective.
+
+    status: "optimal" (bound reached), "time limit", "interrupted", or "estimated" (the strategy was given, nothing was searched).
+    """
 
     objective_s: float
     bound_s: float
@@ -67,7 +75,8 @@ class Plan:
 
     `model` is the user's name for the model; `layouts` maps a module-path pattern (`*` stands for the layer index) to its tensor-parallel style
     (column, row, vocab, replicate), empty when tp == 1. `spec` lets the plan export without the model at hand; None for a
-    captured nn.Module, whose sizes no launcher could build from.
+    captured nn.Module, whose sizes no launcher could build from. `alternatives` are the next best plans; `levers` are one-step changes of this plan
+    (another micro-batch, recompute, optimizer, more nodes, ...), each re-priced; `rejections` count what cannot run and why.
     """
 
     model: str
@@ -82,9 +91,35 @@ class Plan:
     proof: Proof
     assumptions: tuple[str, ...]
     alternatives: tuple[Alternative, ...] = ()
+    levers: tuple[Alternative, ...] = ()
     rejections: tuple[Rejection, ...] = ()
     num_parameters: int = 0
     num_layers: int = 0
     tied: tuple[tuple[str, str], ...] = ()
     spec: ModelSpec | None = None
     format_version: int = FORMAT_VERSION
+
+    def __str__(self) -> str:
+        """The panel an engineer acts on, as plain text (planner.render)."""
+        from planner.render import plan_text
+
+        return plan_text(self)
+
+    def explain(self) -> str:
+        """Why this plan, what was second, what was rejected and what would have to change, as text (planner.explain)."""
+        from planner.explain import explain
+
+        return explain(self)
+
+    def save(self, path: str | Path) -> None:
+        """Write the canonical plan file, atomically (planner.codec)."""
+        from planner.codec import save_plan
+
+        save_plan(self, path)
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        """Read a plan file. Raises InputError with the place of the first fault (planner.codec)."""
+        from planner.codec import load_plan
+
+        return load_plan(path)
