@@ -189,13 +189,13 @@ def plan_to_json(plan: Plan) -> str:
 
 def plan_from_json(text: str, where: str = "plan") -> Plan:
     """The plan in `text`. Raises InputError: not JSON, another format or version, a wrong field, or parts that contradict each other."""
-    from planner.check import check_plan
+    from planner.consistency import check_consistency
 
     document = loads(text, where)
     check_version(document, where)
     document.pop("format")
     plan = decode(document, Plan, where)
-    check_plan(plan, where)
+    check_consistency(plan, where)
     return plan
 
 

@@ -2,8 +2,8 @@
 
 One heap holds four kinds of entries, each under a lower bound of its objective:
 
-    family      (mesh, micro-batch)     coarse bound of all members     bounded again, with its blocks priced
-    family, tight                       tight bound of all members      expanded into chains of growing recompute
+    branch      (mesh, micro-batch)     coarse bound of all members     bounded again, with its blocks priced
+    branch, tight                       tight bound of all members      expanded into chains of growing recompute
     chain                               bound of its first fit          priced by the full estimate
     priced      an estimate             its objective, exactly          popped: nothing left is better
 
@@ -12,7 +12,7 @@ objective. Stopped early (time limit, Ctrl-C), the smallest open bound is what `
 estimate; tests/planner/test_search.py checks this against exhaustive pricing. Ties break by enumeration order, so equal inputs give equal plans.
 
 A strategy whose *least* memory exceeds the device is rejected before pricing, one whose estimate exceeds it after; both are counted by reason. Of a
-chain only the first member that fits is priced: those after it recompute more and are no faster (Family.chains).
+chain only the first member that fits is priced: those after it recompute more and are no faster (Branch.chains).
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from costmodel.errors import InputError
 from costmodel.estimate import Estimate
 from costmodel.units import format_bytes
 from planner.plan import Proof, Rejection
-from planner.space import Family, Rejected, describe
+from planner.space import Branch, Rejected, describe
 from planner.strategy import Strategy
 
 METHOD = "best-first branch and bound"
@@ -35,7 +35,7 @@ METHOD = "best-first branch and bound"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """What a family or strategy cannot beat: seconds per step and bytes on the fullest device. `binding` says what the bytes are."""
+    """What a branch or strategy cannot beat: seconds per step and bytes on the fullest device. `binding` says what the bytes are."""
 
     step_s: float
     peak_bytes: float
@@ -49,11 +49,11 @@ class Pricer(Protocol):
     def usable_bytes(self) -> float:
         """Device memory a strategy may use."""
 
-    def bound_family(self, family: Family) -> Bound:
-        """A bound that holds for every strategy of the family, in microseconds."""
+    def bound_branch(self, branch: Branch) -> Bound:
+        """A bound that holds for every strategy of the branch, in microseconds."""
 
-    def tighten_family(self, family: Family) -> Bound:
-        """A tighter one, for the families that matter."""
+    def tighten_branch(self, branch: Branch) -> Bound:
+        """A tighter one, for the branches that matter."""
 
     def bound(self, strategy: Strategy) -> Bound:
         """A bound for one strategy."""
@@ -72,18 +72,18 @@ class Priced:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """Where a search stands, for a progress line."""
+    """Where a search stands, for a progress line. `bound_s`: nothing is faster (0 when memory is searched)."""
 
     num_evaluated: int
     num_rejected: int
     num_open: int
     best: Priced | None
-    bound: float
+    bound_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What a search found. `best` is sorted by objective, at most `keep` long, and empty when nothing fits; the first `num_proven` are exact."""
+    """What a search found. `best` is sorted by objective, at most `keep` long, and empty when nothing fits; `bound_s` as in Progress."""
 
     best: tuple[Priced, ...]
     proof: Proof | None
@@ -91,23 +91,25 @@ class Result:
     rejections: tuple[Rejection, ...]
     num_candidates: int
     num_evaluated: int
-    bound: float
+    bound_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """When to stop: after `top_k` proven results, or after `time_limit_s` on `clock`. `keep` results are returned at most."""
+    """When to stop: after `top_k` proven results, or after `time_limit_s` on `clock_s`. `keep` results are returned at most."""
 
     top_k: int = 1
     keep: int = 4
     time_limit_s: float | None = None
-    clock: Callable[[], float] = time.monotonic
+    clock_s: Callable[[], float] = time.monotonic
 
 
-@dataclass(slots=True, kw_only=True)
 class _Rejections:
-    counts: dict[str, int] = field(default_factory=dict)
-    examples: dict[str, str] = field(default_factory=dict)
+    """Counts and first examples by reason."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
+        self.examples: dict[str, str] = {}
 
     def add(self, rejected: Rejected) -> None:
         self.counts[rejected.reason] = self.counts.get(rejected.reason, 0) + rejected.count
@@ -120,33 +122,29 @@ class _Rejections:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Open:
-    """A family whose bound is `tight` or not, or the part of a chain that is still to be tried."""
+    """A branch whose bound is `tight` or not, or the part of a chain that is still to be tried."""
 
-    family: Family | None = None
+    branch: Branch | None = None
     tight: bool = False
     chain: tuple[Strategy, ...] = ()
 
 
-@dataclass(slots=True, kw_only=True)
 class _Search:
-    """One run: the heap and the tallies. `by_memory` minimises the peak instead of the step time and lets everything fit."""
+    """One run: the heap and the tallies. `by_memory` minimises the peak instead of the step time and lets everything fit.
 
-    pricer: Pricer
-    limits: Limits
-    by_memory: bool
-    heap: list[tuple[float, int, int, _Open | Priced]] = field(default_factory=list)
-    rejections: _Rejections = field(default_factory=_Rejections)
-    found: list[tuple[float, int, Priced]] = field(default_factory=list)
-    num_pushed: int = 0
-    num_candidates: int = 0
-    num_evaluated: int = 0
-    num_fitting: int = 0
-    num_rejected: int = 0
-    num_proven: int = 0
-    bound: float = 0.0
+    `key` below is the objective: seconds, or bytes by memory. `bound` is the smallest key that may still be reached.
+    """
+
+    def __init__(self, pricer: Pricer, limits: Limits, by_memory: bool) -> None:
+        self.pricer, self.limits, self.by_memory = pricer, limits, by_memory
+        self.heap: list[tuple[float, int, int, _Open | Priced]] = []
+        self.found: list[tuple[float, int, Priced]] = []
+        self.rejections = _Rejections()
+        self.num_pushed = self.num_candidates = self.num_evaluated = self.num_fitting = self.num_rejected = self.num_proven = 0
+        self.bound = 0.0
 
     def push(self, key: float, entry: _Open | Priced) -> None:
-        """Among equal keys priced entries come out first, then chains, then families, then whatever came first."""
+        """Among equal keys priced entries come out first, then chains, then branches, then whatever came first."""
         self.num_pushed += 1
         level = 0 if isinstance(entry, Priced) else 1 if entry.chain else 2
         heapq.heappush(self.heap, (key, level, self.num_pushed, entry))
@@ -161,20 +159,20 @@ class _Search:
         self.num_rejected += count
         self.rejections.add(Rejected(what=what, reason=reason, count=count))
 
-    def fill(self, families: Iterable[Family | Rejected]) -> None:
-        for family in families:
-            if isinstance(family, Rejected):
-                self.rejections.add(family)
+    def fill(self, branches: Iterable[Branch | Rejected]) -> None:
+        for branch in branches:
+            if isinstance(branch, Rejected):
+                self.rejections.add(branch)
                 continue
-            self.num_candidates += family.options.count
-            self.push_family(family, self.pricer.bound_family(family), 0.0, tight=False)
+            self.num_candidates += branch.options.count
+            self.push_branch(branch, self.pricer.bound_branch(branch), 0.0, tight=False)
 
-    def push_family(self, family: Family, bound: Bound, least: float, *, tight: bool) -> None:
+    def push_branch(self, branch: Branch, bound: Bound, least: float, *, tight: bool) -> None:
         if self.fits(bound.peak_bytes):
-            self.push(max(least, self.key(bound)), _Open(family=family, tight=tight))
+            self.push(max(least, self.key(bound)), _Open(branch=branch, tight=tight))
         else:
-            what = describe(next(family.strategies()))
-            self.reject(f"{what}: at least {format_bytes(bound.peak_bytes)}", f"{bound.binding} alone do not fit", family.options.count)
+            what = describe(next(branch.strategies()))
+            self.reject(f"{what}: at least {format_bytes(bound.peak_bytes)}", f"{bound.binding} alone do not fit", branch.options.count)
 
     def push_chain(self, chain: tuple[Strategy, ...], least: float) -> None:
         """Push what is left of `chain` after the members that cannot fit: the first may, the rest is bisected."""
@@ -239,24 +237,28 @@ class _Search:
         self.bound = max(self.bound, key) if not self.num_proven else self.bound
         if isinstance(entry, Priced):
             self.num_proven += 1
-        elif entry.family is None:
+        elif entry.branch is None:
             self.price(entry.chain, key)
         elif not entry.tight:
-            self.push_family(entry.family, self.pricer.tighten_family(entry.family), key, tight=True)
+            self.push_branch(entry.branch, self.pricer.tighten_branch(entry.branch), key, tight=True)
         else:
-            for chain in entry.family.chains():
+            for chain in entry.branch.chains():
                 for part in (chain[:1], chain[-1:]) if self.by_memory and len(chain) > 1 else (chain,):
                     self.push_chain(part, key)
 
     def progress(self) -> Progress:
         best = self.found[0][2] if self.found else None
         return Progress(
-            num_evaluated=self.num_evaluated, num_rejected=self.num_rejected, num_open=len(self.heap), best=best, bound=self.bound
+            num_evaluated=self.num_evaluated,
+            num_rejected=self.num_rejected,
+            num_open=len(self.heap),
+            best=best,
+            bound_s=0.0 if self.by_memory else self.bound,
         )
 
 
 def search(
-    families: Iterable[Family | Rejected],
+    branches: Iterable[Branch | Rejected],
     pricer: Pricer,
     *,
     limits: Limits | None = None,
@@ -269,13 +271,13 @@ def search(
     `enough` ends the search as soon as a priced strategy satisfies it (status "found"). KeyboardInterrupt ends it with what is known.
     """
     limits = limits or Limits()
-    state = _Search(pricer=pricer, limits=limits, by_memory=by_memory)
-    deadline = None if limits.time_limit_s is None else limits.clock() + limits.time_limit_s
+    state = _Search(pricer, limits, by_memory)
+    deadline = None if limits.time_limit_s is None else limits.clock_s() + limits.time_limit_s
     status = "optimal"
     try:
-        state.fill(families)
+        state.fill(branches)
         while state.heap and state.num_proven < limits.top_k:
-            if deadline is not None and limits.clock() >= deadline:
+            if deadline is not None and limits.clock_s() >= deadline:
                 status = "time limit"
                 break
             evaluated = state.num_evaluated
@@ -310,7 +312,7 @@ def _result(state: _Search, status: str) -> Result:
         rejections=state.rejections.tuple(),
         num_candidates=state.num_candidates,
         num_evaluated=state.num_evaluated,
-        bound=bound,
+        bound_s=0.0 if state.by_memory else bound,
     )
 
 
@@ -328,11 +330,11 @@ def _proof(state: _Search, best: Priced, bound: float, status: str) -> Proof:
     )
 
 
-def exhaustive(families: Iterable[Family | Rejected], pricer: Pricer) -> Iterator[Priced]:
+def exhaustive(branches: Iterable[Branch | Rejected], pricer: Pricer) -> Iterator[Priced]:
     """Every strategy of the space that lowers, priced in enumeration order: the oracle for small spaces."""
-    for family in families:
-        if isinstance(family, Family):
-            for strategy in family.strategies():
+    for branch in branches:
+        if isinstance(branch, Branch):
+            for strategy in branch.strategies():
                 try:
                     yield Priced(strategy=strategy, estimate=pricer.estimate(strategy))
                 except InputError:

@@ -1,9 +1,9 @@
 """The space of strategies: every mesh the cluster, the model and the engine allow, and every technique that goes with it.
 
-Two levels, so that a bound on a family prunes all of its members at once:
+Two levels, so that a bound on a branch prunes all of its members at once:
 
-    families()    meshes x micro-batch: any divisors, not only powers of two
-    Family.strategies()   x ZeRO stage x schedule and chunks x sequence parallel x recompute x context-parallel kind
+    branches()    meshes x micro-batch: any divisors, not only powers of two
+    Branch.strategies()   x ZeRO stage x schedule and chunks x sequence parallel x recompute x context-parallel kind
 
 A generator yields what can run or `Rejected(what, reason)`; nothing is dropped in silence. Choices that are the same program under two names appear once:
 ZeRO 0 spells data parallelism dp_replicate (dp_shard only where experts fold into it), ZeRO >= 1 needs ranks to shard over; schedule is "none" without a
@@ -63,7 +63,7 @@ class Extents:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """The technique choices of one family, each a tuple of values; the family's strategies are their product (recompute depends on the schedule)."""
+    """The technique choices of one branch, each a tuple of values; the branch's strategies are their product (recompute depends on the schedule)."""
 
     zero_stages: tuple[int, ...]
     schedules: tuple[tuple[str, int], ...]
@@ -78,7 +78,7 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
+class Branch:
     """One mesh and micro-batch with its `options`; `flash_attention` and `compile` are the user's."""
 
     mesh: Mesh
@@ -118,7 +118,7 @@ class Family:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """Everything that spans the space. `families` enumerates it."""
+    """Everything that spans the space. `branches` enumerates it."""
 
     extents: Extents
     cluster: Cluster
@@ -126,8 +126,8 @@ class Space:
     engine: Engine
     restrictions: Restrictions = field(default_factory=Restrictions)
 
-    def families(self) -> Iterator[Family | Rejected]:
-        """All families that can run, and the meshes that cannot with their reasons, in a fixed order."""
+    def branches(self) -> Iterator[Branch | Rejected]:
+        """All branches that can run, and the meshes that cannot with their reasons, in a fixed order."""
         for mesh in self.meshes():
             if isinstance(mesh, Rejected):
                 yield mesh
@@ -138,7 +138,7 @@ class Space:
                 continue
             for micro_batch in divisors(self.job.global_batch // mesh.dp):
                 if self.restrictions.allows("micro_batch", micro_batch):
-                    yield self._family(mesh, micro_batch)
+                    yield self._branch(mesh, micro_batch)
 
     def meshes(self) -> Iterator[Mesh | Rejected]:
         """Meshes over all devices: pp x dp_replicate x dp_shard x cp x tp, with every ep that folds into them."""
@@ -213,7 +213,7 @@ class Space:
 
         return tuple(stage for stage in self.engine.zero_stages if meaningful(stage) and self.restrictions.allows("zero_stage", stage))
 
-    def _family(self, mesh: Mesh, micro_batch: int) -> Family | Rejected:
+    def _branch(self, mesh: Mesh, micro_batch: int) -> Branch | Rejected:
         allows = self.restrictions.allows
         num_micro_batches = self.job.global_batch // (mesh.dp * micro_batch)
         schedules = tuple(self._schedules(mesh, num_micro_batches))
@@ -231,7 +231,7 @@ class Space:
             )
             return Rejected(what=what, reason=reason)
         flash, compiled = self.restrictions.values("flash_attention"), self.restrictions.values("compile")
-        return Family(
+        return Branch(
             mesh=mesh,
             micro_batch=micro_batch,
             options=options,

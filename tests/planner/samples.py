@@ -13,7 +13,7 @@ from planner.job import Job
 from planner.plan import Alternative, Plan, Proof, Rejection, Stage
 from planner.restrict import parse_restrictions
 from planner.search import Bound
-from planner.space import Extents, Family, Space
+from planner.space import Branch, Extents, Space
 from planner.strategy import Strategy
 
 GIB = 2.0**30
@@ -108,12 +108,12 @@ class FakePricer:
     broken: tuple[int, ...] = ()
     seen: list[Strategy] = field(default_factory=list)
 
-    def bound_family(self, family: Family) -> Bound:
-        bounds = [self.bound(strategy) for strategy in family.strategies()]
+    def bound_branch(self, branch: Branch) -> Bound:
+        bounds = [self.bound(strategy) for strategy in branch.strategies()]
         return Bound(step_s=min(bound.step_s for bound in bounds), peak_bytes=min(bound.peak_bytes for bound in bounds))
 
-    def tighten_family(self, family: Family) -> Bound:
-        return self.bound_family(family)
+    def tighten_branch(self, branch: Branch) -> Bound:
+        return self.bound_branch(branch)
 
     def bound(self, strategy: Strategy) -> Bound:
         step_s, peak_bytes = self.formula(strategy)

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from planner.search import Limits, exhaustive, search
-from planner.space import Family
+from planner.space import Branch
 from tests.planner.samples import GIB, FakePricer, space
 
 SPACES = [
@@ -22,7 +22,7 @@ SPACES = [
 
 
 def oracle(spanned, pricer):
-    return sorted((priced.estimate.step_s, priced.estimate.peak_bytes) for priced in exhaustive(spanned.families(), pricer))
+    return sorted((priced.estimate.step_s, priced.estimate.peak_bytes) for priced in exhaustive(spanned.branches(), pricer))
 
 
 @pytest.mark.parametrize(("fix", "changes"), SPACES)
@@ -31,7 +31,7 @@ def oracle(spanned, pricer):
 def test_agrees_with_exhaustive_pricing(fix, changes, usable_gib, slack):
     spanned = space(fix, **changes)
     pricer = FakePricer(space=spanned, usable_bytes=usable_gib * GIB, slack=slack)
-    result = search(spanned.families(), pricer)
+    result = search(spanned.branches(), pricer)
     fitting = [step_s for step_s, peak in oracle(spanned, pricer) if peak <= pricer.usable_bytes]
     assert bool(result.best) == bool(fitting)
     if fitting:
@@ -45,7 +45,7 @@ def test_agrees_with_exhaustive_pricing(fix, changes, usable_gib, slack):
 def test_top_k_is_proven_up_to_dominated_recompute(top_k):
     spanned = space("recompute=none")
     pricer = FakePricer(space=spanned)
-    result = search(spanned.families(), pricer, limits=Limits(top_k=top_k))
+    result = search(spanned.branches(), pricer, limits=Limits(top_k=top_k))
     fitting = [step_s for step_s, peak in oracle(spanned, pricer) if peak <= pricer.usable_bytes]
     assert [priced.estimate.step_s for priced in result.best[:top_k]] == fitting[:top_k]
 
@@ -53,23 +53,23 @@ def test_top_k_is_proven_up_to_dominated_recompute(top_k):
 def test_smallest_by_memory():
     spanned = space()
     pricer = FakePricer(space=spanned, usable_bytes=1.0)
-    result = search(spanned.families(), pricer, by_memory=True)
+    result = search(spanned.branches(), pricer, by_memory=True)
     assert result.best[0].estimate.peak_bytes == min(peak for _, peak in oracle(spanned, pricer))
 
 
 def test_prunes_most_of_the_space():
     spanned = space(engine_name="megatron", num_layers=32, global_batch=256)
     pricer = FakePricer(space=spanned, slack=0.95)
-    result = search(spanned.families(), pricer)
-    assert result.num_candidates == sum(family.options.count for family in spanned.families() if isinstance(family, Family))
+    result = search(spanned.branches(), pricer)
+    assert result.num_candidates == sum(branch.options.count for branch in spanned.branches() if isinstance(branch, Branch))
     assert pricer.calls < result.num_candidates / 50
 
 
 def test_every_candidate_is_accounted_for():
     spanned = space()
     pricer = FakePricer(space=spanned, usable_bytes=20 * GIB)
-    result = search(spanned.families(), pricer)
-    rejected_meshes = sum(not isinstance(family, Family) for family in spanned.families())
+    result = search(spanned.branches(), pricer)
+    rejected_meshes = sum(not isinstance(branch, Branch) for branch in spanned.branches())
     counted = sum(rejection.count for rejection in result.rejections) - rejected_meshes
     fitting = result.num_evaluated - sum(r.count for r in result.rejections if r.reason == "the estimated peak does not fit")
     assert counted + fitting == result.num_candidates
@@ -82,9 +82,9 @@ def test_time_limit_keeps_the_best_with_a_valid_bound():
     best = min(step_s for step_s, peak in oracle(spanned, pricer) if peak <= pricer.usable_bytes)
     for ticks in (3, 40, 80):
         clock = itertools.count().__next__
-        result = search(spanned.families(), pricer, limits=Limits(time_limit_s=ticks, clock=clock))
+        result = search(spanned.branches(), pricer, limits=Limits(time_limit_s=ticks, clock_s=clock))
         assert result.status == "time limit"
-        assert result.bound <= best
+        assert result.bound_s <= best
         if result.best:
             assert result.proof.bound_s <= best <= result.proof.objective_s
             assert 0.0 <= result.proof.gap_frac < 1.0
@@ -98,7 +98,7 @@ def test_interrupt_keeps_the_best():
         if progress.best is not None and progress.num_evaluated >= 5:
             raise KeyboardInterrupt
 
-    result = search(spanned.families(), pricer, progress=stop)
+    result = search(spanned.branches(), pricer, progress=stop)
     assert result.status == result.proof.status == "interrupted"
     assert result.best
     assert result.proof.bound_s <= result.best[0].estimate.step_s
@@ -106,36 +106,36 @@ def test_interrupt_keeps_the_best():
 
 def test_progress_reports_a_rising_bound():
     spanned, seen = space(), []
-    search(spanned.families(), FakePricer(space=spanned, slack=0.5), progress=seen.append)
+    search(spanned.branches(), FakePricer(space=spanned, slack=0.5), progress=seen.append)
     assert [item.num_evaluated for item in seen] == sorted(item.num_evaluated for item in seen)
-    assert [item.bound for item in seen] == sorted(item.bound for item in seen)
-    assert all(item.bound <= item.best.estimate.step_s for item in seen if item.best)
+    assert [item.bound_s for item in seen] == sorted(item.bound_s for item in seen)
+    assert all(item.bound_s <= item.best.estimate.step_s for item in seen if item.best)
 
 
 def test_what_cannot_be_lowered_is_rejected_not_infinite():
     spanned = space()
     pricer = FakePricer(space=spanned, broken=(1, 2))
-    result = search(spanned.families(), pricer)
+    result = search(spanned.branches(), pricer)
     assert result.best[0].strategy.micro_batch not in (1, 2)
     assert any(rejection.reason == "cannot run (Strategy.micro_batch)" for rejection in result.rejections)
 
 
 def test_nothing_fits():
     spanned = space()
-    result = search(spanned.families(), FakePricer(space=spanned, usable_bytes=GIB / 1000))
+    result = search(spanned.branches(), FakePricer(space=spanned, usable_bytes=GIB / 1000))
     assert result.best == ()
     assert result.proof is None
     assert {rejection.reason for rejection in result.rejections} >= {"parameters, gradients and optimizer states alone do not fit"}
 
 
 def test_two_runs_give_the_same_answer():
-    answers = {repr(search(space().families(), FakePricer(space=space(), slack=0.7))) for _ in range(2)}
+    answers = {repr(search(space().branches(), FakePricer(space=space(), slack=0.7))) for _ in range(2)}
     assert len(answers) == 1
 
 
 def test_enough_stops_at_the_first_that_satisfies():
     spanned = space()
     pricer = FakePricer(space=spanned)
-    result = search(spanned.families(), pricer, by_memory=True, enough=lambda priced: priced.estimate.peak_bytes < pricer.usable_bytes)
+    result = search(spanned.branches(), pricer, by_memory=True, enough=lambda priced: priced.estimate.peak_bytes < pricer.usable_bytes)
     assert result.status == "found"
     assert result.num_evaluated == 1

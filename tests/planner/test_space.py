@@ -6,22 +6,22 @@ import pytest
 
 from costmodel.errors import InputError
 from planner.restrict import parse_restrictions
-from planner.space import Extents, Family, Rejected, describe, divisors
+from planner.space import Branch, Extents, Rejected, describe, divisors
 from tests.planner.samples import space
 
 
 def split(spanned):
-    items = list(spanned.families())
-    return [item for item in items if isinstance(item, Family)], [item for item in items if isinstance(item, Rejected)]
+    items = list(spanned.branches())
+    return [item for item in items if isinstance(item, Branch)], [item for item in items if isinstance(item, Rejected)]
 
 
 @pytest.mark.parametrize("engine_name", ["torch", "torchtitan", "megatron"])
 @pytest.mark.parametrize("num_experts", [0, 8])
 def test_members_are_valid_and_distinct(engine_name, num_experts):
     spanned = space(engine_name=engine_name, num_experts=num_experts, num_nodes=3, global_batch=48, num_layers=6)
-    families, _ = split(spanned)
-    strategies = [strategy for family in families for strategy in family.strategies()]
-    assert len(strategies) == len(set(strategies)) == sum(family.options.count for family in families)
+    branches, _ = split(spanned)
+    strategies = [strategy for branch in branches for strategy in branch.strategies()]
+    assert len(strategies) == len(set(strategies)) == sum(branch.options.count for branch in branches)
     for strategy in strategies:
         mesh = strategy.mesh
         assert mesh.num_devices == spanned.cluster.num_devices
@@ -36,18 +36,18 @@ def test_members_are_valid_and_distinct(engine_name, num_experts):
 
 
 def test_divisors_that_are_no_powers_of_two():
-    families, _ = split(space("tp=1,recompute=none", num_nodes=3, global_batch=120, num_layers=12))
-    assert {family.mesh.pp for family in families} == {1, 2, 3, 4, 6, 8, 12}
-    assert {family.micro_batch for family in families if family.mesh.dp == 24} == {1, 5}
+    branches, _ = split(space("tp=1,recompute=none", num_nodes=3, global_batch=120, num_layers=12))
+    assert {branch.mesh.pp for branch in branches} == {1, 2, 3, 4, 6, 8, 12}
+    assert {branch.micro_batch for branch in branches if branch.mesh.dp == 24} == {1, 5}
     assert divisors(36) == (1, 2, 3, 4, 6, 9, 12, 18, 36)
 
 
 def test_tp_leaves_the_fast_domain_only_when_asked():
-    families, rejected = split(space(num_nodes=2, heads=64))
-    assert max(family.mesh.tp for family in families) == 8
+    branches, rejected = split(space(num_nodes=2, heads=64))
+    assert max(branch.mesh.tp for branch in branches) == 8
     assert "tensor parallel would leave the fast domain" in {item.reason for item in rejected}
-    families, _ = split(space("tp=16", num_nodes=2, heads=64))
-    assert {family.mesh.tp for family in families} == {16}
+    branches, _ = split(space("tp=16", num_nodes=2, heads=64))
+    assert {branch.mesh.tp for branch in branches} == {16}
 
 
 @pytest.mark.parametrize(
@@ -89,15 +89,15 @@ def test_what_cannot_run_is_said(changes, reason):
     ],
 )
 def test_restrictions_are_obeyed(fix, holds):
-    families, _ = split(space(fix))
-    strategies = [strategy for family in families for strategy in family.strategies()]
+    branches, _ = split(space(fix))
+    strategies = [strategy for branch in branches for strategy in branch.strategies()]
     assert strategies
     assert all(holds(strategy) for strategy in strategies)
 
 
 def test_restrictions_only_remove():
-    everything = {strategy for family in split(space())[0] for strategy in family.strategies()}
-    some = {strategy for family in split(space("tp<=4,zero!=2"))[0] for strategy in family.strategies()}
+    everything = {strategy for branch in split(space())[0] for strategy in branch.strategies()}
+    some = {strategy for branch in split(space("tp<=4,zero!=2"))[0] for strategy in branch.strategies()}
     assert some == {strategy for strategy in everything if strategy.mesh.tp <= 4 and strategy.zero_stage != 2}
 
 
@@ -122,16 +122,16 @@ def test_restrictions_print_as_they_parse():
 
 
 def test_chains_grow_in_recompute():
-    families, _ = split(space("pp=1,tp=8", num_layers=4))
-    for family in families:
-        for chain in family.chains():
+    branches, _ = split(space("pp=1,tp=8", num_layers=4))
+    for branch in branches:
+        for chain in branch.chains():
             assert [s.recompute for s in chain] in (["none", "first_k", "first_k", "first_k", "full"], ["selective"])
             assert [s.recompute_layers for s in chain] == [*sorted(s.recompute_layers for s in chain[:-1]), 0]
 
 
 def test_describe():
-    families, _ = split(space("pp=2,tp=2,dp_shard=2,mb=1,schedule=interleaved_1f1b,recompute=full,zero=3,sp=true"))
-    (strategy,) = [strategy for family in families for strategy in family.strategies() if strategy.vpp == 2]
+    branches, _ = split(space("pp=2,tp=2,dp_shard=2,mb=1,schedule=interleaved_1f1b,recompute=full,zero=3,sp=true"))
+    (strategy,) = [strategy for branch in branches for strategy in branch.strategies() if strategy.vpp == 2]
     assert (
         describe(strategy)
         == "pp 2 x dp_shard 2 x tp 2, micro-batch 1, ZeRO-3, interleaved_1f1b x 2 chunks, sequence parallel, recompute full"

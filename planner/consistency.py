@@ -11,7 +11,7 @@ from costmodel.work import DTYPE_BYTES
 from planner.plan import Plan
 
 
-def check_plan(plan: Plan, where: str) -> None:
+def check_consistency(plan: Plan, where: str) -> None:
     """Raises InputError naming the first contradiction."""
     check_cluster(plan, where)
     check_mesh(plan.strategy.mesh, plan.cluster.num_devices, f"{where}: strategy.mesh")
