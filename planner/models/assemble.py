@@ -44,11 +44,15 @@ class Program:
         """The hidden states a block takes from the one before it."""
         return b.input("hidden_states", (self.batch, self.sequence, self.spec.hidden), ("batch", "sequence", ""), grad=grad)
 
-    def tables(self, b: BlockBuilder) -> tuple[Value, Value]:
-        """The rotary tables made in the embedding block."""
-        shape, axes = (1, self.sequence, self.spec.rope_dim), ("", "sequence", "")
-        cos, sin = (b.input(name, shape, axes, grad=False, shared=True) for name in ("cos", "sin"))
-        return cos, sin
+    def tables(self, b: BlockBuilder, kind: str = "") -> tuple[Value, ...]:
+        """The rotary tables made in the embedding block: cos and sin, or one complex table (as fp32 pairs)."""
+        spec = self.spec
+        width = spec.rope_dim // 2 if spec.rope == "chunks" else spec.rope_dim
+        names = ("turns",) if spec.rope == "complex" else ("cos", "sin")
+        return tuple(
+            b.input(f"{name}{kind}", (1, self.sequence, width), ("", "sequence", ""), spec.rope_dtype, grad=False, shared=True)
+            for name in names
+        )
 
     def graph(self) -> Graph:
         """The finished graph; counts are those of distinct parameters (a tied one counts once)."""

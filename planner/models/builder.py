@@ -172,6 +172,32 @@ class BlockBuilder:
             self._tape.append(_Entry((value,), results, f"{module}/split" if module else "split", module, rule))
         return results
 
+    def slices(self, value: Value, parts: Sequence[tuple[Shape, Axes]], module: str = "") -> tuple[Value, ...]:
+        """Narrow views taken one by one (x[..., a:b]): backward pads every gradient to the whole with zeros and adds them up."""
+        results = []
+        for shape, axes in parts:
+            result = Value(value.tensor_id, shape, axes, value.dtype, value.grad)
+            results.append(result)
+            if value.grad:
+
+                def rule(gradient: Value) -> tuple[Value]:
+                    return (self.back("copy", "slice_backward", [gradient], value),)
+
+                self._tape.append(_Entry((value,), (result,), f"{module}/slice" if module else "slice", module, rule))
+        return tuple(results)
+
+    def pad_view(self, value: Value, module: str = "") -> Value:
+        """The whole of a storage beside an empty slice of it: backward still pads and adds the empty one's gradient."""
+        result = Value(value.tensor_id, value.shape, value.axes, value.dtype, value.grad)
+        if value.grad:
+
+            def rule(gradient: Value) -> tuple[Value]:
+                empty = self.back("copy", "slice_backward", [gradient], value)
+                return (self.back("elementwise", "accumulate", [gradient, empty], value),)
+
+            self._tape.append(_Entry((value,), (result,), f"{module}/slice" if module else "slice", module, rule))
+        return result
+
     # -- backward --------------------------------------------------------------------------------------------------------------------
 
     def save(self, *values: Value) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from planner.models import decoder, gpt2, ops
+from planner.models import decoder, gpt2, ops, readers
 from planner.models.assemble import Program
 from planner.models.config import Config
 from planner.models.spec import ModelSpec
@@ -44,31 +44,21 @@ def _gpt2(config: Config, name: str) -> ModelSpec:
     )
 
 
-def _llama(config: Config, name: str) -> ModelSpec:
-    hidden = config.integer("hidden_size")
-    heads = config.integer("num_attention_heads")
-    head_dim = config.heads(hidden, heads)
-    bias = config.flag("attention_bias", default=False)
-    return ModelSpec(
-        name=name,
-        family="llama",
-        num_layers=config.integer("num_hidden_layers"),
-        hidden=hidden,
-        heads=heads,
-        kv_heads=config.kv_heads(heads),
-        head_dim=head_dim,
-        ffn=config.integer("intermediate_size"),
-        vocab=config.integer("vocab_size"),
-        activation=config.choice("hidden_act", known=ops.ACTIVATIONS, default="silu"),
-        attention_bias=bias,
-        output_bias=bias,
-        ffn_bias=config.flag("mlp_bias", default=False),
-        tied=config.flag("tie_word_embeddings", default=False),
-        rope_dim=head_dim,
-    )
-
-
 FAMILIES: tuple[Family, ...] = (
     Family(model_type="gpt2", read=_gpt2, build=gpt2.build),
-    Family(model_type="llama", read=_llama, build=decoder.build),
+    Family(model_type="llama", read=readers.llama, build=decoder.build),
+    Family(model_type="mistral", read=readers.mistral, build=decoder.build),
+    Family(model_type="qwen2", read=readers.qwen2, build=decoder.build),
+    Family(model_type="qwen3", read=readers.qwen3, build=decoder.build),
+    Family(model_type="gemma2", read=readers.gemma2, build=decoder.build),
+    Family(model_type="gemma3_text", read=readers.gemma3, build=decoder.build),
+    Family(model_type="phi3", read=readers.phi3, build=decoder.build),
+    Family(model_type="olmo", read=readers.olmo, build=decoder.build),
+    Family(model_type="olmo2", read=readers.olmo2, build=decoder.build),
+    Family(model_type="mixtral", read=readers.mixtral, build=decoder.build),
+    Family(model_type="qwen2_moe", read=readers.qwen2_moe, build=decoder.build),
+    Family(model_type="qwen3_moe", read=readers.qwen3_moe, build=decoder.build),
+    Family(model_type="gpt_oss", read=readers.gpt_oss, build=decoder.build),
+    Family(model_type="deepseek_v2", read=readers.deepseek_v2, build=decoder.build),
+    Family(model_type="deepseek_v3", read=readers.deepseek_v3, build=decoder.build),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planner.models import layers, ops
+from planner.models import attention, losses, norms, ops
 from planner.models.assemble import Program
 from planner.models.builder import BlockBuilder, Value
 
@@ -30,19 +30,19 @@ def _layer(b: BlockBuilder, program: Program, flows: bool) -> tuple[Value, ...]:
     spec = program.spec
     x = program.hidden(b, flows)
     batch, sequence, width = x.shape
-    y = layers.layer_norm(b, x, "ln_1")
+    y = norms.layer_norm(b, x, "ln_1")
     fused = ops.linear(b, y, "attn.c_attn", 3 * width, "heads", bias=True, transposed=True)
     part = ((batch, sequence, width), ("batch", "sequence", "heads"))
-    q, k, v = (layers.heads(b, item, spec.heads, "heads") for item in b.split(fused, [part] * 3, "attn"))
-    out = layers.attention(b, q, k, v, "attn", causal=True)
+    q, k, v = (attention.heads(b, item, spec.heads, "heads") for item in b.split(fused, [part] * 3, "attn"))
+    out = attention.attention(b, q, k, v, "attn", causal=True)
     x = ops.add(b, ops.linear(b, out, "attn.c_proj", width, bias=True, transposed=True), x, "")
-    y = layers.layer_norm(b, x, "ln_2")
+    y = norms.layer_norm(b, x, "ln_2")
     y = ops.linear(b, y, "mlp.c_fc", spec.ffn, "ffn", bias=True, transposed=True)
     y = ops.activation(b, y, "mlp.act", spec.activation)
     return (ops.add(b, x, ops.linear(b, y, "mlp.c_proj", width, bias=True, transposed=True), ""),)
 
 
 def _head(b: BlockBuilder, program: Program, flows: bool) -> tuple[Value, ...]:
-    x = layers.layer_norm(b, program.hidden(b, flows), "transformer.ln_f")
+    x = norms.layer_norm(b, program.hidden(b, flows), "transformer.ln_f")
     logits = ops.linear(b, x, "lm_head", program.spec.vocab, "vocab")
-    return (layers.token_loss(b, logits, program.labels(b), shifts=True),)
+    return (losses.token_loss(b, logits, program.labels(b), shifts=True),)

@@ -61,7 +61,7 @@ def matmul(b: BlockBuilder, x: Value, weight: Value, module: str, width: int, ax
         dx = dw = db = None
         if x.grad:
             loops = (m, Loop(name="n", size=k.size, axis=k.axis), Loop(name="k", size=n.size, axis=n.axis))
-            dx = b.back("gemm", "mm", [gradient, weight], x, loops=loops, flops=flops)
+            dx = b.back("gemm", "mm", [gradient], x, saved=[weight], loops=loops, flops=flops)
         if weight.grad:
             loops = (
                 Loop(name="m", size=n.size, axis=n.axis),
@@ -153,6 +153,15 @@ def copy(b: BlockBuilder, x: Value, module: str, shape: Shape, axes: Axes, name:
         return (Value(gradient.tensor_id, x.shape, x.axes, gradient.dtype, False),)
 
     return b.kernel(module, "copy", name, [x], [(shape, axes, x.dtype)], rule)[0]
+
+
+def concat(b: BlockBuilder, parts: Sequence[Value], module: str, shape: Shape, axes: Axes, name: str = "cat") -> Value:
+    """Concatenation: the gradients of the parts are narrow views of the whole's."""
+
+    def rule(gradient: Value) -> Sequence[Value | None]:
+        return tuple(Value(gradient.tensor_id, part.shape, part.axes, gradient.dtype, False) for part in parts)
+
+    return b.kernel(module, "copy", name, parts, [(shape, axes, parts[0].dtype)], rule)[0]
 
 
 def unary(b: BlockBuilder, x: Value, module: str, name: str, *, backward: Sequence[str], keep: str = "", op: str = "elementwise") -> Value:

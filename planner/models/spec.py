@@ -65,11 +65,15 @@ class ModelSpec:
     """A transformer of a known family.
 
     family: the Hugging Face `model_type` whose implementation is meant. num_layers: decoder layers (encoder layers of an encoder-only model);
-    encoder_layers: those of the encoder of an encoder-decoder. ffn: width of the dense feed-forward. max_sequence: learned positions, 0 = none learned.
+    encoder_layers: those of the encoder of an encoder-decoder. ffn: width of the dense feed-forward. max_sequence: learned positions, 0 = none
+    learned. norm, norm_place ("pre", "post": OLMo 2, "sandwich": Gemma), fused: see planner.models.norms and planner.models.decoder.
     window: keys a sliding-window layer sees, 0 = none; windowed: which layers slide (() = all when window > 0).
-    rope_dim: features of a head that rotate. qk_norm: "" | "head" (a norm per head) | "full" (over all heads). norm_place: "pre" | "post" (OLMo 2) |
-    "sandwich" (Gemma). attention_bias: of q, k, v; output_bias: of the output projection; ffn_bias. tied: the head shares the embedding.
-    lora_rank > 0 freezes everything but adapters on the linear modules named in lora_targets.
+    rope_dim: features of a head that rotate; rope_kinds: 2 when sliding layers have their own tables; rope: how ("halves": x cos + rotate_half(x) sin;
+    "chunks": the same on halves with half-width tables, gpt-oss; "strided": on even and odd features, DeepSeek V3; "complex": DeepSeek V2);
+    rope_dtype: dtype of the tables. embedding_scale: embeddings are multiplied by sqrt(hidden). fused: one matmul makes q, k, v and one gate, up.
+    qk_norm: "", "head" (a norm per head), "head_transposed" (the same after the transposition), "full" (over all heads).
+    attention_bias: of q, k, v; output_bias: of the output projection; ffn_bias, head_bias. tied: the head shares the embedding.
+    sinks: learned logits that join the softmax. lora_rank > 0: adapters on the linear modules named in lora_targets, the rest frozen.
     """
 
     name: str
@@ -87,6 +91,8 @@ class ModelSpec:
     gated: bool = True
     norm: str = "llama"
     norm_place: str = "pre"
+    fused: bool = False
+    embedding_scale: bool = False
     attention_bias: bool = False
     output_bias: bool = False
     ffn_bias: bool = False
@@ -94,12 +100,15 @@ class ModelSpec:
     tied: bool = False
     qk_norm: str = ""
     rope_dim: int = 0
+    rope_kinds: int = 1
+    rope: str = "halves"
+    rope_dtype: str = "compute"
     window: int = 0
     windowed: tuple[bool, ...] = ()
     type_vocab: int = 0
     position_buckets: int = 0
     sinks: bool = False
-    softcap: bool = False
+    logit_softcap: bool = False
     experts: Experts | None = None
     latent: LatentAttention | None = None
     image: Image | None = None
