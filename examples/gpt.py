@@ -135,4 +135,4 @@ def batches(*, batch: int, sequence: int, vocab_size: int = 512, seed: int = 0) 
         start = torch.randint(vocab_size, (batch, 1), generator=generator)
         stride = torch.randint(1, 3, (batch, 1), generator=generator)
         tokens = (start + stride * torch.arange(sequence + 1)) % min(vocab_size, 64)
-        yield {"input_ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
+        yield {"input_ids": tokens[:, :-1].clone(), "labels": tokens[:, 1:].clone()}

@@ -1,0 +1,241 @@
+"""What eager PyTorch does for one module call, written down: every ATen operator of forward and backward on fake tensors.
+
+A `Recorder` is a dispatch mode above a FakeTensorMode: it sees the operators that the autograd engine really issues, in order, with storages,
+strides and module paths, while no element is ever computed or allocated. What autograd keeps is read from saved_tensors_hooks, so `saved` is
+eager's own answer and not a reconstruction. Backward operators are linked to forward ones by autograd's sequence numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_NO_KERNEL = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "device"})
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One tensor as an operator saw it. Equal values are the same elements in the same order."""
+
+    storage: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """One operator call. `args` has a Value in every tensor's place. `seq` is autograd's sequence number of the (forward) operator."""
+
+    op: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: tuple[Value, ...]
+    phase: str
+    module: str
+    seq: int
+    view: bool
+    kernel: bool
+    pointwise: bool
+
+    @property
+    def inputs(self) -> tuple[Value, ...]:
+        """All tensor arguments in order."""
+        return tuple(values_in((self.args, tuple(self.kwargs.values()))))
+
+
+def values_in(tree: Any) -> Iterator[Value]:
+    """Every Value in nested tuples."""
+    if isinstance(tree, Value):
+        yield tree
+    elif isinstance(tree, tuple):
+        for item in tree:
+            yield from values_in(item)
+
+
+@dataclass(slots=True, kw_only=True)
+class Trace:
+    """One recorded call: operators, what autograd kept, and the values that name its borders."""
+
+    records: list[Record]
+    saved: list[int]
+    parameters: dict[str, Value]
+    trainable: frozenset[str]
+    buffers: dict[str, Value]
+    inputs: dict[str, Value]
+    outputs: list[Value]
+    grad_outputs: list[tuple[Value, Value]]
+    grads: dict[str, Value]
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Collects Records. Names modules by `paths` (id of module -> path); `pause` hides operators that are ours."""
+
+    def __init__(self, paths: dict[int, str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.records: list[Record] = []
+        self.saved: dict[int, None] = {}
+        self.phase = "forward"
+        self.paused = False
+        self._paths = paths
+        self._stack: list[str] = []
+        self._storages: dict[int, int] = {}
+        self._alive: list[Tensor] = []
+        self._modules: dict[int, str] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not self.paused and func is not torch.ops.prim.device.default:
+            self._record(func, args, kwargs or {}, out)
+        return out
+
+    def value(self, tensor: Tensor) -> Value:
+        """The Value of `tensor`; keeps it alive so that storage identities stay unique."""
+        key = tensor.untyped_storage()._cdata
+        if key not in self._storages:
+            self._storages[key] = len(self._storages)
+            self._alive.append(tensor)
+        return Value(self._storages[key], tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()), str(tensor.dtype)[6:])
+
+    def mark(
+        self, op: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], index: int, path: str, pairs: tuple[Value, ...] = ()
+    ) -> None:
+        """Record a border: block number `index` at `path` ran here. Backward, `pairs` are the forward values of `inputs` and then of `outputs`."""
+        record = Record(
+            op=op, args=(tuple(map(self.value, inputs)), index, pairs), kwargs={}, outputs=tuple(map(self.value, outputs)), phase=self.phase,
+            module=path, seq=-1, view=False, kernel=False, pointwise=False,
+        )  # fmt: skip
+        self.records.append(record)
+
+    def _convert(self, item: Any) -> Any:
+        if isinstance(item, Tensor):
+            return self.value(item)
+        if isinstance(item, list | tuple):
+            return tuple(map(self._convert, item))
+        return item if isinstance(item, int | float | bool | str | None) else str(item)
+
+    def _record(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
+        outputs = tuple(values_in(self._convert(out if isinstance(out, list | tuple) else (out,))))
+        if not outputs:
+            return
+        if self.phase == "backward":
+            node = torch._C._current_autograd_node()
+            seq = node._sequence_nr() if node is not None else -1
+            module = self._modules.get(seq, "")
+        else:
+            seq = torch._C._autograd._get_sequence_nr() - 1
+            module = self._stack[-1] if self._stack else ""
+            self._modules.setdefault(seq, module)
+        name = func._schema.name.split("::")[1]
+        converted = tuple(map(self._convert, args))
+        named = {key: self._convert(item) for key, item in kwargs.items()}
+        sources = {value.storage for value in values_in((converted, tuple(named.values())))}
+        view = not func._schema.is_mutable and all(value.storage in sources for value in outputs)
+        record = Record(
+            op=name, args=converted, kwargs=named, outputs=outputs, phase=self.phase, module=module, seq=seq, view=view,
+            kernel=not view and name not in _NO_KERNEL, pointwise=torch.Tag.pointwise in func.tags,
+        )  # fmt: skip
+        self.records.append(record)
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        if id(module) in self._paths:
+            self._stack.append(self._paths[id(module)])
+
+    def _leave(self, module: nn.Module, args: Any, out: Any) -> None:
+        if id(module) in self._paths:
+            self._stack.pop()
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        if self.phase == "forward" and not self.paused:
+            self.saved.setdefault(self.value(tensor).storage)
+        return tensor
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Hooks and mode on."""
+        handles = (register_module_forward_pre_hook(self._enter), register_module_forward_hook(self._leave))
+        try:
+            with self, torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+class Kernels(TorchFunctionMode):
+    """Chooses the accelerator's kernel where the CPU's differs.
+
+    Dropout keeps a bool mask (native_dropout) rather than a float one, RMSNorm is one kernel, and attention stays flash: its dropout is set to 0,
+    since flash attention redraws it from the seed and stores nothing. `fused` False leaves all but attention as they are.
+    """
+
+    def __init__(self, fused: bool) -> None:
+        super().__init__()
+        self._fused = fused
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is nn.functional.scaled_dot_product_attention:
+            args, kwargs = args[:4], kwargs | dict(zip(("dropout_p", "is_causal"), args[4:], strict=False))
+            return func(*args, **(kwargs | {"dropout_p": 0.0}))
+        if not self._fused:
+            return func(*args, **kwargs)
+        if func is nn.functional.dropout:
+            return _dropout(*args, **kwargs)
+        if func is nn.functional.rms_norm:
+            return _rms_norm(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    return torch.native_dropout(input, p, True)[0] if training and p > 0.0 else input
+
+
+def _rms_norm(input: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    out: Tensor = torch.ops.aten._fused_rms_norm(input, list(normalized_shape), weight, eps)[0]
+    return out
+
+
+def differentiate(
+    recorder: Recorder, outputs: Sequence[Tensor], targets: dict[str, Tensor]
+) -> tuple[list[tuple[Value, Value]], dict[str, Value]]:
+    """Backward of `outputs` to `targets`, recorded: (each output with its incoming gradient, each gradient that exists)."""
+    recorder.paused = True
+    incoming = [torch.empty_like(out) for out in outputs]
+    values = [(recorder.value(out), recorder.value(grad)) for out, grad in zip(outputs, incoming, strict=True)]
+    recorder.paused, recorder.phase = False, "backward"
+    if not outputs or not targets:
+        return values, {}
+    found = torch.autograd.grad(outputs, list(targets.values()), incoming, allow_unused=True)
+    return values, {name: recorder.value(grad) for name, grad in zip(targets, found, strict=True) if grad is not None}
+
+
+def trace_call(module: nn.Module, inputs: dict[str, Tensor], call: Callable[[dict[str, Tensor]], Sequence[Tensor]]) -> Trace:
+    """Record `call(inputs)` (returns the output tensors) and its backward to the parameters of `module` and the inputs that need a gradient."""
+    recorder = Recorder({id(child): path for path, child in module.named_modules() if path})
+    parameters = dict(module.named_parameters())
+    trace = Trace(
+        records=recorder.records, saved=[], outputs=[], grad_outputs=[], grads={},
+        parameters={name: recorder.value(p) for name, p in parameters.items()},
+        trainable=frozenset(name for name, p in parameters.items() if p.requires_grad),
+        buffers={name: recorder.value(b) for name, b in module.named_buffers()},
+        inputs={name: recorder.value(t) for name, t in inputs.items()},
+    )  # fmt: skip
+    with recorder.recording():
+        outputs = [out for out in call(inputs) if not any(out is tensor for tensor in inputs.values())]
+        trace.outputs = [recorder.value(out) for out in outputs]
+        targets: dict[str, Tensor] = {name: p for name, p in parameters.items() if p.requires_grad}
+        targets |= {f"input:{name}": t for name, t in inputs.items() if t.requires_grad}
+        wanted = [out for out in outputs if out.requires_grad]
+        trace.grad_outputs, trace.grads = differentiate(recorder, wanted, targets)
+    trace.saved = list(recorder.saved)
+    return trace
