@@ -19,12 +19,12 @@ from costmodel.errors import AutoplanError, InputError
 from planner.capture_atoms import Leaves
 from planner.capture_axes import Axes, understand
 from planner.capture_blocks import Scale, layer_block
-from planner.capture_model import Call, fake_parameters, find_blocks, prepare, readable_masks, refusal
+from planner.capture_model import Call, fake_parameters, find_blocks, prepare_call, readable_masks, refusal
 from planner.capture_rest import Rest, inputs_of, trace_rest
 from planner.capture_roles import Roles
 from planner.capture_segments import write_segments
 from planner.capture_survey import BlockCall, survey
-from planner.capture_trace import Kernels, Trace, Value, trace_call
+from planner.capture_trace import Kernels, Strided, Trace, trace_call
 from planner.graph import Block, Graph, Layer
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "": None}
@@ -60,7 +60,7 @@ def capture(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
         with readable_masks(), fake_parameters(module, mode, _DTYPES[dtype]):
-            call = prepare(
+            call = prepare_call(
                 module, mode, batch=batch, sequence=sequence, example_inputs=example_inputs, loss_fn=loss_fn, dtype=_DTYPES[dtype]
             )
             return _graph(module, mode, call, sequence, name or _name(module), fused_kernels)
@@ -125,11 +125,11 @@ def _seeds(trace: Trace, axes: Axes, traced_batch: int) -> tuple[list[Leaves], l
     return batch, sequence
 
 
-def _ids(trace: Trace) -> list[Value]:
+def _ids(trace: Trace) -> list[Strided]:
     return [value for value in trace.inputs.values() if "int" in value.dtype]
 
 
-def _block_roles(trace: Trace, axes: Axes, outer: list[Value], outer_axes: Axes, outer_roles: Roles) -> Roles:
+def _block_roles(trace: Trace, axes: Axes, outer: list[Strided], outer_axes: Axes, outer_roles: Roles) -> Roles:
     """Roles inside a block, told by the outside which dims of its inputs are batch and sequence."""
     batch, sequence = [], []
     for value, seen in zip(trace.inputs.values(), outer, strict=True):

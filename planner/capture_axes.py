@@ -7,18 +7,18 @@ dims are batch, sequence, heads, ffn, vocab or experts.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
 from planner.capture_atoms import Atoms, Leaves, Storage
-from planner.capture_trace import Record, Trace, Value
+from planner.capture_trace import Record, Strided, Trace
 
 GEMMS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "grouped_mm_fallback"})
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Matmul:
     """Dims of one matmul: out (batch, m, n), contracted k; `weight` is the storage of the operand that is a parameter, or -1."""
 
@@ -42,19 +42,19 @@ class Axes:
         self.heads: list[Leaves] = []
         self.sequence: list[Leaves] = []
         self.classes: list[tuple[Leaves, Leaves]] = []
-        self.tables: list[tuple[Value, Value]] = []
+        self.tables: list[tuple[Strided, Strided]] = []
         self._storages: dict[int, Storage] = {}
 
     # -- dims of values --------------------------------------------------------------------------------------------------------------
 
-    def dims(self, value: Value) -> list[Leaves]:
+    def dims(self, value: Strided) -> list[Leaves]:
         """Leaves of every dim; an unknown storage gets fresh atoms."""
         if value.storage not in self._storages:
             self.define(value, [self.atoms.new_dim(size) for size in value.shape])
         found = self._storages[value.storage].dims(value.shape, value.strides, value.offset)
         return [self.atoms.leaves(dim) for dim in found]
 
-    def define(self, value: Value, dims: Sequence[Sequence[int]]) -> None:
+    def define(self, value: Strided, dims: Sequence[Sequence[int]]) -> None:
         """Say what the dims of a new storage are; where it is known already, unify."""
         if value.storage in self._storages:
             for known, given in zip(self.dims(value), dims, strict=True):
@@ -62,7 +62,7 @@ class Axes:
         else:
             self._storages[value.storage] = Storage(self.atoms, value.shape, value.strides, [self.atoms.leaves(dim) for dim in dims])
 
-    def same(self, left: Value, right: Value) -> None:
+    def same(self, left: Strided, right: Strided) -> None:
         """Unify two values dim by dim, trailing dims first; a dim of size 1 is broadcast."""
         for one, two in zip(reversed(self.dims(left)), reversed(self.dims(right)), strict=False):
             if one and two:
@@ -103,7 +103,7 @@ class Axes:
                 if len(value.shape) <= len(out.shape):
                     self.same(value, out)
 
-    def _widest(self, out: Value, inputs: Iterable[Value]) -> list[Leaves]:
+    def _widest(self, out: Strided, inputs: Iterable[Strided]) -> list[Leaves]:
         dims: list[Leaves] = [[] for _ in out.shape]
         for value in inputs:
             shift = len(out.shape) - len(value.shape)
@@ -118,7 +118,7 @@ class Axes:
             like = next((value for value in record.inputs if value.shape == out.shape), None)
             self.define(out, self.dims(like) if like else self.resized(out, record.inputs[:1]))
 
-    def resized(self, out: Value, sources: Sequence[Value]) -> list[Leaves]:
+    def resized(self, out: Strided, sources: Sequence[Strided]) -> list[Leaves]:
         """Dims of `out` taken from a value of the same rank: equal sizes are equal dims, others derive from it."""
         source = sources[0] if sources and len(sources[0].shape) == len(out.shape) else None
         dims = []
@@ -131,7 +131,7 @@ class Axes:
         return dims
 
     def _matmul(self, index: int, record: Record) -> None:
-        args = [value for value in record.args if isinstance(value, Value)]
+        args = [value for value in record.args if isinstance(value, Strided)]
         bias = args.pop(0) if record.op in ("addmm", "baddbmm") else None
         left, right, out = args[0], args[1], record.outputs[0]
         a, b = self.dims(left), self.dims(right)
@@ -151,7 +151,7 @@ class Axes:
         weight = next((value.storage for value in (right, left) if value.storage in self.parameters), -1)
         batch = a[0] if len(left.shape) == 3 else []
         sizes = (left.shape[0] if batch or len(left.shape) == 3 else 1, left.shape[-2], right.shape[-1], left.shape[-1])
-        self.matmuls[index] = Matmul(batch, a[-2], b[-1], a[-1], weight, groups, sizes)
+        self.matmuls[index] = Matmul(batch=batch, m=a[-2], n=b[-1], k=a[-1], weight=weight, groups=groups, sizes=sizes)
 
     def _attention(self, record: Record) -> None:
         q, k, v = record.args[:3]
@@ -170,7 +170,7 @@ class Axes:
         self.sequence.extend((dq[2], dk[2]))
         self.whole.append(dq[3])
         mask = record.kwargs.get("attn_mask")
-        if isinstance(mask, Value) and len(mask.shape) == 4:
+        if isinstance(mask, Strided) and len(mask.shape) == 4:
             for dim, wanted in zip(self.dims(mask), (dq[0], dq[1], dq[2], dk[2]), strict=True):
                 if dim:
                     self.atoms.unify(dim, wanted)
@@ -185,7 +185,7 @@ def _reduced(ndim: int, dims: Any) -> tuple[int, ...]:
 def _reduce(axes: Axes, record: Record) -> None:
     source = record.args[0]
     dims = axes.dims(source)
-    which = record.args[1] if len(record.args) > 1 and not isinstance(record.args[1], Value) else None
+    which = record.args[1] if len(record.args) > 1 and not isinstance(record.args[1], Strided) else None
     gone = _reduced(len(dims), record.kwargs.get("dim", which))
     if record.phase == "forward":
         axes.whole.extend(dims[position] for position in gone)
@@ -210,7 +210,7 @@ def _norm(axes: Axes, record: Record) -> None:
     dims = axes.dims(source)
     axes.whole.extend(dims[-count:])
     for value in record.args[2:4]:
-        if isinstance(value, Value):
+        if isinstance(value, Strided):
             axes.define(value, dims[-count:])
     for out in record.outputs:
         axes.define(out, dims if out.shape == source.shape else [*dims[:-count], *([[]] * count)])
@@ -277,13 +277,13 @@ def _slice_backward(axes: Axes, record: Record) -> None:
     strides = out.strides
     if record.op == "select_backward":
         strides = tuple(stride for position, stride in enumerate(strides) if position != where)
-    view = Value(out.storage, grad.shape, strides, out.offset + start * out.strides[where], out.dtype)
+    view = replace(out, shape=grad.shape, strides=strides, offset=out.offset + start * out.strides[where])
     axes.same(view, grad)
 
 
 def _index(axes: Axes, record: Record) -> None:
     source, indices = record.args[0], record.args[1]
-    places = [position for position, item in enumerate(indices) if isinstance(item, Value)]
+    places = [position for position, item in enumerate(indices) if isinstance(item, Strided)]
     dims = axes.dims(source)
     out = record.outputs[0]
     chosen = axes.dims(max((indices[place] for place in places), key=lambda value: prod(value.shape)))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from planner.capture_axes import Axes
 from planner.capture_ops import flops, is_causal, loops, op_class, op_name, scaled
 from planner.capture_roles import Roles
-from planner.capture_trace import Record, Trace, Value
+from planner.capture_trace import Record, Strided, Trace
 from planner.graph import Block, Node, Tensor
 
 _DTYPES = {"float32": "fp32", "float64": "fp64", "float16": "fp16", "bfloat16": "bf16", "float8_e4m3fn": "fp8", "float8_e5m2": "fp8"}
@@ -44,7 +44,7 @@ class BlockWriter:
         self._forward: dict[int, str] = {}
         self._leaf_grads: dict[int, str] = {}
 
-    def tensor(self, value: Value, name: str, kind: str, *, trainable: bool = False, statistic: bool = False) -> str:
+    def tensor(self, value: Strided, name: str, kind: str, *, trainable: bool = False, statistic: bool = False) -> str:
         """Declare the storage of `value` under `name`, shaped as it was first made. A norm's `statistic` is fp32, as accelerators keep it."""
         root = self._roots.get(value.storage, value)
         dims = self._axes.dims(root)
@@ -63,7 +63,7 @@ class BlockWriter:
         """The current tensor of a storage, None when it is none of this block's."""
         return self._current.get(storage)
 
-    def expect_gradients(self, grads: Iterable[tuple[str, Value]]) -> None:
+    def expect_gradients(self, grads: Iterable[tuple[str, Strided]]) -> None:
         """Names for gradients of parameters and inputs that this block will make."""
         for name, value in grads:
             self._leaf_grads.setdefault(value.storage, f"{name}.grad")
@@ -100,7 +100,7 @@ class BlockWriter:
         self._counts[key] += 1
         return f"{key}.{self._counts[key] - 1}"
 
-    def _make(self, record: Record, value: Value, node_id: str, position: int) -> str:
+    def _make(self, record: Record, value: Strided, node_id: str, position: int) -> str:
         name = node_id if len(record.outputs) == 1 else f"{node_id}.{position}"
         wanted = self._leaf_grads.get(value.storage)
         if record.phase == "backward" and wanted is not None and wanted not in self.tensors:
@@ -133,7 +133,7 @@ class BlockWriter:
                 result[module] = next(iter(known.values()), "replicate")
         return tuple(sorted(result.items()))
 
-    def _style(self, value: Value) -> str:
+    def _style(self, value: Strided) -> str:
         """column, row, vocab or replicate for the weight of a matmul or a table; "" for what follows its module (biases, norms)."""
         for index, matmul in self._axes.matmuls.items():
             if matmul.weight == value.storage and self._trace.records[index].phase == "forward":
@@ -145,9 +145,9 @@ class BlockWriter:
         return ""
 
 
-def _roots(trace: Trace) -> dict[int, Value]:
+def _roots(trace: Trace) -> dict[int, Strided]:
     """The value that first filled each storage."""
-    roots: dict[int, Value] = {}
+    roots: dict[int, Strided] = {}
     named = (*trace.parameters.values(), *trace.buffers.values(), *trace.inputs.values(), *(grad for _, grad in trace.grad_outputs))
     for value in (*named, *(value for record in trace.records if not record.view for value in record.outputs)):
         roots.setdefault(value.storage, value)

@@ -104,7 +104,7 @@ class Call:
     named: dict[str, Tensor]
 
 
-def prepare(
+def prepare_call(
     module: nn.Module, mode: FakeTensorMode, *, batch: int, sequence: int, example_inputs: Any, loss_fn: Any, dtype: torch.dtype | None
 ) -> Call:
     """Inputs and loss. Models are traced with a batch of at least 2, because a dim of size 1 cannot be told from a broadcast one."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_unflatten
 
 from planner.capture_survey import BlockCall
-from planner.capture_trace import Record, Recorder, Trace, Value, differentiate
+from planner.capture_trace import Record, Recorder, Strided, Trace, differentiate, finish_trace
 
 
 class _Opaque(torch.autograd.Function):
@@ -111,21 +111,12 @@ def trace_rest(module: nn.Module, calls: list[BlockCall], inputs: dict[str, Tens
     outside = {name: p for name, p in module.named_parameters(remove_duplicate=False) if id(p) not in inside}
     in_blocks = {id(b) for call in calls for b in call.module.buffers()}
     anchor = torch.empty((), requires_grad=True)
-    trace = Trace(
-        records=recorder.records, saved=[], outputs=[], grad_outputs=[], grads={},
-        parameters={name: recorder.value(p) for name, p in outside.items()},
-        trainable=frozenset(name for name, p in outside.items() if p.requires_grad),
-        buffers={name: recorder.value(b) for name, b in module.named_buffers() if id(b) not in in_blocks},
-        inputs={name: recorder.value(t) for name, t in inputs.items()},
-    )  # fmt: skip
     with _without_blocks(calls, recorder, anchor), recorder.recording():
         loss = run()
-        trace.outputs = [recorder.value(loss)]
         targets = {name: p for name, p in outside.items() if p.requires_grad} | {"": anchor}
-        if loss.requires_grad:
-            trace.grad_outputs, trace.grads = differentiate(recorder, [loss], targets)
-            trace.grads.pop("", None)
-    trace.saved = list(recorder.saved)
+        gradients = differentiate(recorder, [loss] if loss.requires_grad else [], targets)
+    buffers = {name: buffer for name, buffer in module.named_buffers() if id(buffer) not in in_blocks}
+    trace = finish_trace(recorder, outside, buffers, inputs, [loss], gradients)
     return Rest(trace=trace, segment_of=_segments(trace.records, len(calls)), marks=tuple(r for r in trace.records if r.op == "block"))
 
 
@@ -143,7 +134,7 @@ def _segments(records: list[Record], num_blocks: int) -> tuple[int, ...]:
     return tuple(segments)
 
 
-def inputs_of(mark: Record) -> tuple[Value, ...]:
+def inputs_of(mark: Record) -> tuple[Strided, ...]:
     """Input values of a block mark, in the order of BlockCall.tensors."""
-    found: tuple[Value, ...] = mark.args[0]
+    found: tuple[Strided, ...] = mark.args[0]
     return found

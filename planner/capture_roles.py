@@ -18,7 +18,7 @@ from math import prod
 
 from planner.capture_atoms import Leaves
 from planner.capture_axes import Axes
-from planner.capture_trace import Record, Value
+from planner.capture_trace import Record, Strided
 
 
 class Roles:
@@ -26,7 +26,7 @@ class Roles:
 
     def __init__(
         self, axes: Axes, records: list[Record], *, batch: list[Leaves], sequence: list[Leaves], residual: list[Leaves],
-        tokens: list[Value], divide: bool,
+        tokens: list[Strided], divide: bool,
     ) -> None:  # fmt: skip
         self._axes = axes
         self._records = records
@@ -46,7 +46,7 @@ class Roles:
     def _set(self, dims: Iterable[Leaves]) -> frozenset[int]:
         return frozenset(leaf for dim in dims for leaf in self._axes.atoms.leaves(dim))
 
-    def _vocab(self, tokens: list[Value]) -> frozenset[int]:
+    def _vocab(self, tokens: list[Strided]) -> frozenset[int]:
         dims = [dim for rows, dim in self._axes.classes if self._is_token(rows)]
         known = _derived(self._records, tokens)
         for weight, ids in self._axes.tables:
@@ -122,7 +122,7 @@ class Roles:
         return any(self._origin(leaf) & self.batch for leaf in self._axes.atoms.leaves(dim))
 
 
-def _derived(records: list[Record], tokens: list[Value]) -> set[int]:
+def _derived(records: list[Record], tokens: list[Strided]) -> set[int]:
     """Storages of integers computed from token ids; comparisons end it (a mask is no id)."""
     known = {value.storage for value in tokens}
     for record in records:

@@ -9,7 +9,7 @@ from planner.capture_axes import Axes
 from planner.capture_blocks import BlockWriter, Scale
 from planner.capture_rest import Rest
 from planner.capture_roles import Roles
-from planner.capture_trace import Value
+from planner.capture_trace import Strided
 from planner.graph import Block
 
 
@@ -101,7 +101,7 @@ class _Segment:
         value = self._trace.parameters[name]
         self._writer.tensor(value, name, "parameter", trainable=name in self._trace.trainable or bool(self._trainable_twin(value)))
 
-    def _trainable_twin(self, value: Value) -> list[str]:
+    def _trainable_twin(self, value: Strided) -> list[str]:
         return [name for name in self._trace.trainable if self._trace.parameters[name].storage == value.storage]
 
     def _declare(self, index: int) -> None:
@@ -142,7 +142,7 @@ class _Segment:
                 found.append(name)
         return found
 
-    def _leaving(self) -> list[tuple[str, Value]]:
+    def _leaving(self) -> list[tuple[str, Strided]]:
         """Gradients that this segment hands to the block before it, under the names of what they are gradients of."""
         found = []
         for record in self._trace.records:

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BlockCall:
     """One call of a block: its inputs and outputs as they were, and the signature that makes it a kind."""
 
@@ -32,7 +32,7 @@ class BlockCall:
     def tensors(self) -> dict[str, Tensor]:
         """Distinct input tensors under the names that the block's forward gives them."""
         accepted = list(inspect.signature(type(self.module).forward).parameters)[1:]
-        args, kwargs = tree_unflatten([Slot(i) for i in range(len(self.leaves))], self.spec)
+        args, kwargs = tree_unflatten([_Slot(index=i) for i in range(len(self.leaves))], self.spec)
         names: dict[int, str] = {}
         for position, item in enumerate(args):
             for slot in _slots(item):
@@ -57,15 +57,15 @@ class BlockCall:
         return [item for item in tree_flatten(module(*args, **kwargs))[0] if isinstance(item, Tensor)]
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Slot:
     """Stands for leaf number `index` when a tree is taken apart for its names."""
 
     index: int
 
 
-def _slots(tree: Any) -> list[Slot]:
-    return [item for item in tree_flatten(tree)[0] if isinstance(item, Slot)]
+def _slots(tree: Any) -> list[_Slot]:
+    return [item for item in tree_flatten(tree)[0] if isinstance(item, _Slot)]
 
 
 class _Fingerprint(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -8,7 +8,7 @@ eager's own answer and not a reconstruction. Backward operators are linked to fo
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 _NO_KERNEL = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "device"})
 
 
-@dataclass(frozen=True, slots=True)
-class Value:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strided:
     """One tensor as an operator saw it. Equal values are the same elements in the same order."""
 
     storage: int
@@ -34,12 +34,12 @@ class Value:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """One operator call. `args` has a Value in every tensor's place. `seq` is autograd's sequence number of the (forward) operator."""
+    """One operator call. `args` has a Strided in every tensor's place. `seq` is autograd's sequence number of the (forward) operator."""
 
     op: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    outputs: tuple[Value, ...]
+    outputs: tuple[Strided, ...]
     phase: str
     module: str
     seq: int
@@ -48,33 +48,33 @@ class Record:
     pointwise: bool
 
     @property
-    def inputs(self) -> tuple[Value, ...]:
+    def inputs(self) -> tuple[Strided, ...]:
         """All tensor arguments in order."""
         return tuple(values_in((self.args, tuple(self.kwargs.values()))))
 
 
-def values_in(tree: Any) -> Iterator[Value]:
-    """Every Value in nested tuples."""
-    if isinstance(tree, Value):
+def values_in(tree: Any) -> Iterator[Strided]:
+    """Every Strided in nested tuples."""
+    if isinstance(tree, Strided):
         yield tree
     elif isinstance(tree, tuple):
         for item in tree:
             yield from values_in(item)
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Trace:
     """One recorded call: operators, what autograd kept, and the values that name its borders."""
 
     records: list[Record]
     saved: list[int]
-    parameters: dict[str, Value]
+    parameters: dict[str, Strided]
     trainable: frozenset[str]
-    buffers: dict[str, Value]
-    inputs: dict[str, Value]
-    outputs: list[Value]
-    grad_outputs: list[tuple[Value, Value]]
-    grads: dict[str, Value]
+    buffers: dict[str, Strided]
+    inputs: dict[str, Strided]
+    outputs: list[Strided]
+    grad_outputs: list[tuple[Strided, Strided]]
+    grads: dict[str, Strided]
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -98,16 +98,19 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._record(func, args, kwargs or {}, out)
         return out
 
-    def value(self, tensor: Tensor) -> Value:
-        """The Value of `tensor`; keeps it alive so that storage identities stay unique."""
+    def value(self, tensor: Tensor) -> Strided:
+        """The Strided of `tensor`; keeps it alive so that storage identities stay unique."""
         key = tensor.untyped_storage()._cdata
         if key not in self._storages:
             self._storages[key] = len(self._storages)
             self._alive.append(tensor)
-        return Value(self._storages[key], tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()), str(tensor.dtype)[6:])
+        return Strided(
+            storage=self._storages[key], shape=tuple(tensor.shape), strides=tuple(tensor.stride()), offset=int(tensor.storage_offset()),
+            dtype=str(tensor.dtype)[6:],
+        )  # fmt: skip
 
     def mark(
-        self, op: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], index: int, path: str, pairs: tuple[Value, ...] = ()
+        self, op: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], index: int, path: str, pairs: tuple[Strided, ...] = ()
     ) -> None:
         """Record a border: block number `index` at `path` ran here. Backward, `pairs` are the forward values of `inputs` and then of `outputs`."""
         record = Record(
@@ -207,7 +210,7 @@ def _rms_norm(input: Tensor, normalized_shape: list[int], weight: Tensor | None 
 
 def differentiate(
     recorder: Recorder, outputs: Sequence[Tensor], targets: dict[str, Tensor]
-) -> tuple[list[tuple[Value, Value]], dict[str, Value]]:
+) -> tuple[list[tuple[Strided, Strided]], dict[str, Strided]]:
     """Backward of `outputs` to `targets`, recorded: (each output with its incoming gradient, each gradient that exists)."""
     recorder.paused = True
     incoming = [torch.empty_like(out) for out in outputs]
@@ -219,23 +222,31 @@ def differentiate(
     return values, {name: recorder.value(grad) for name, grad in zip(targets, found, strict=True) if grad is not None}
 
 
+def finish_trace(
+    recorder: Recorder, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], inputs: Mapping[str, Tensor], outputs: Sequence[Tensor],
+    gradients: tuple[list[tuple[Strided, Strided]], dict[str, Strided]],
+) -> Trace:  # fmt: skip
+    """The Trace of a recorder that has seen forward and backward."""
+    return Trace(
+        records=recorder.records,
+        saved=list(recorder.saved),
+        parameters={name: recorder.value(parameter) for name, parameter in parameters.items()},
+        trainable=frozenset(name for name, parameter in parameters.items() if parameter.requires_grad),
+        buffers={name: recorder.value(buffer) for name, buffer in buffers.items()},
+        inputs={name: recorder.value(tensor) for name, tensor in inputs.items()},
+        outputs=[recorder.value(out) for out in outputs],
+        grad_outputs=gradients[0],
+        grads=gradients[1],
+    )
+
+
 def trace_call(module: nn.Module, inputs: dict[str, Tensor], call: Callable[[dict[str, Tensor]], Sequence[Tensor]]) -> Trace:
     """Record `call(inputs)` (returns the output tensors) and its backward to the parameters of `module` and the inputs that need a gradient."""
     recorder = Recorder({id(child): path for path, child in module.named_modules() if path})
     parameters = dict(module.named_parameters())
-    trace = Trace(
-        records=recorder.records, saved=[], outputs=[], grad_outputs=[], grads={},
-        parameters={name: recorder.value(p) for name, p in parameters.items()},
-        trainable=frozenset(name for name, p in parameters.items() if p.requires_grad),
-        buffers={name: recorder.value(b) for name, b in module.named_buffers()},
-        inputs={name: recorder.value(t) for name, t in inputs.items()},
-    )  # fmt: skip
     with recorder.recording():
         outputs = [out for out in call(inputs) if not any(out is tensor for tensor in inputs.values())]
-        trace.outputs = [recorder.value(out) for out in outputs]
         targets: dict[str, Tensor] = {name: p for name, p in parameters.items() if p.requires_grad}
-        targets |= {f"input:{name}": t for name, t in inputs.items() if t.requires_grad}
-        wanted = [out for out in outputs if out.requires_grad]
-        trace.grad_outputs, trace.grads = differentiate(recorder, wanted, targets)
-    trace.saved = list(recorder.saved)
-    return trace
+        targets |= {f"input:{name}": tensor for name, tensor in inputs.items() if tensor.requires_grad}
+        gradients = differentiate(recorder, [out for out in outputs if out.requires_grad], targets)
+    return finish_trace(recorder, parameters, dict(module.named_buffers()), inputs, outputs, gradients)
