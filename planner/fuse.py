@@ -8,7 +8,7 @@ one depth, and a path that leaves a component can only come back at a greater de
 
 *Saved tensors.* What eager autograd keeps inside a group need not be kept when backward can compute it again inside its own kernel from what the group reads:
 such tensors are replaced by the inputs of the group they depend on, if those weigh less than what they replace (inputs that are kept anyway weigh nothing). Row
-statistics (at most 1/16 of the elements of the tensor they belong to) and random masks are kept, since another pass over the row, or the same random
+statistics (at most 1/16 of the elements of the largest tensor of their group) and random masks are kept, since another pass over the row, or the same random
 numbers, would be needed. So an RMSNorm keeps its input and one statistic a row, SwiGLU keeps gate and up, cross-entropy keeps the logits: the
 min-cut of torch.compile (torch._functorch.partitioners) restricted to single kernels, and what the hand-written kernels do.
 """
@@ -170,14 +170,16 @@ def _can_go(name: str, maker: Node, view: _View, group_of: dict[str, int]) -> bo
     readers = view.readers.get(name, ())
     inside = all(group_of[node.node_id] == group_of[maker.node_id] for node in readers if node.phase == "forward")
     kernels = all(view.fusable(node) for node in readers if node.phase == "backward")
-    return view.fusable(maker) and inside and kernels and not _is_kept(name, view)
+    return view.fusable(maker) and inside and kernels and not _is_kept(name, view, group_of)
 
 
-def _is_kept(name: str, view: _View) -> bool:
+def _is_kept(name: str, view: _View, group_of: dict[str, int]) -> bool:
     """Random masks and row statistics stay."""
-    tensor, maker = view.tensors[name], view.makers[name]
-    largest = max((view.tensors[other].num_elements for other in maker.inputs), default=0)
-    return tensor.dtype == "bool" or tensor.num_elements * _STATISTIC_RATIO <= largest
+    tensor, group = view.tensors[name], group_of[view.makers[name].node_id]
+    if tensor.dtype == "bool":
+        return True
+    around = (other for maker in view.makers.values() if group_of[maker.node_id] == group for other in (*maker.inputs, *maker.outputs))
+    return tensor.num_elements * _STATISTIC_RATIO <= max(view.tensors[other].num_elements for other in around)
 
 
 def _counts(tensor: Tensor) -> bool:
@@ -192,7 +194,7 @@ def _sources(name: str, view: _View, group_of: dict[str, int], saved: set[str]) 
         for source in view.makers[stack.pop()].inputs:
             maker = view.makers.get(source)
             inside = maker is not None and group_of[maker.node_id] == group and not _is_written(source, view, group_of)
-            if inside and not (source in saved and _is_kept(source, view)):
+            if inside and not (source in saved and _is_kept(source, view, group_of)):
                 stack.append(source)
             else:
                 found[source] = None
