@@ -134,27 +134,27 @@ def test_torchtitan_refuses_a_corrupted_recipe(titan, name):
 
 def megatron_plans() -> dict[str, Plan]:
     """One plan a feature."""
-    zero_1 = replace(INTERLEAVED, zero_stage=1)
+    sharded = Strategy(mesh=Mesh(dp_shard=8), zero_stage=1)
+    tensor = Strategy(mesh=Mesh(dp_shard=4, tp=2), zero_stage=1)
+    mixture = Strategy(mesh=Mesh(pp=2, dp_shard=8, tp=2, ep=8), zero_stage=1, schedule="1f1b", sequence_parallel=True)
+    long, long_job = replace(LONG, zero_stage=1), Job(global_batch=8, seq_len=32768)
+    fp8, adam_8bit = (Job(global_batch=64, seq_len=4096, **choice) for choice in ({"precision": "fp8"}, {"optimizer": "adamw_8bit"}))
+    dropout = Job(global_batch=64, seq_len=1024, dropout=0.1)
     return {
-        "data parallel": sample_plan(LLAMA_8B, Strategy(mesh=Mesh(dp_shard=8), zero_stage=1), engine="megatron"),
-        "interleaved": sample_plan(LLAMA_70B, zero_1, engine="megatron"),
+        "data parallel": sample_plan(LLAMA_8B, sharded, engine="megatron"),
+        "interleaved": sample_plan(LLAMA_70B, replace(INTERLEAVED, zero_stage=1), engine="megatron"),
         "uneven": sample_plan(LLAMA_8B, replace(UNEVEN, zero_stage=1), engine="megatron"),
         "replicas": sample_plan(LLAMA_8B, replace(REPLICATED, zero_stage=1), engine="megatron"),
-        "long": sample_plan(LLAMA_8B, replace(LONG, zero_stage=1), engine="megatron", job=Job(global_batch=8, seq_len=32768)),
-        "long a2a": sample_plan(LLAMA_8B, replace(LONG, zero_stage=1, cp_kind="all_to_all"), engine="megatron", job=Job(global_batch=8, seq_len=32768)),
-        "mixtral": sample_plan(MIXTRAL, Strategy(mesh=Mesh(pp=2, dp_shard=8, tp=2, ep=8), zero_stage=1, schedule="1f1b", sequence_parallel=True), engine="megatron"),
+        "long": sample_plan(LLAMA_8B, long, engine="megatron", job=long_job),
+        "long a2a": sample_plan(LLAMA_8B, replace(long, cp_kind="all_to_all"), engine="megatron", job=long_job),
+        "mixtral": sample_plan(MIXTRAL, mixture, engine="megatron"),
         "latent": sample_plan(DEEPSEEK_16B, Strategy(mesh=Mesh(dp_shard=8, ep=8), zero_stage=1), engine="megatron"),
-        "gpt2": sample_plan(GPT2, Strategy(mesh=Mesh(dp_shard=8)), engine="megatron", job=Job(global_batch=64, seq_len=1024, dropout=0.1)),
-        "fp8": sample_plan(LLAMA_8B, Strategy(mesh=Mesh(dp_shard=4, tp=2), zero_stage=1), engine="megatron", job=Job(global_batch=64, seq_len=4096, precision="fp8")),
-        "fp8 blackwell": sample_plan(
-            LLAMA_8B, Strategy(mesh=Mesh(dp_shard=4, tp=2)), engine="megatron", job=Job(global_batch=64, seq_len=4096, precision="fp8"),
-            cluster=sample_cluster(1, arch="blackwell"),
-        ),
-        "8-bit Adam": sample_plan(
-            LLAMA_8B, Strategy(mesh=Mesh(dp_shard=8), zero_stage=1), engine="megatron", job=Job(global_batch=64, seq_len=4096, optimizer="adamw_8bit")
-        ),
+        "gpt2": sample_plan(GPT2, Strategy(mesh=Mesh(dp_shard=8)), engine="megatron", job=dropout),
+        "fp8": sample_plan(LLAMA_8B, tensor, engine="megatron", job=fp8),
+        "fp8 blackwell": sample_plan(LLAMA_8B, tensor, engine="megatron", job=fp8, cluster=sample_cluster(1, arch="blackwell")),
+        "8-bit Adam": sample_plan(LLAMA_8B, sharded, engine="megatron", job=adam_8bit),
         "parameters sharded": sample_plan(LLAMA_8B, REPLICATED, engine="torch"),
-    }  # fmt: skip
+    }
 
 
 MEGATRON_CORRUPTIONS = {  # name: (plan, argument or variable, its replacement)
