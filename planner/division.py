@@ -103,8 +103,10 @@ class Division:
         return sizes
 
     def flops(self, node: Node) -> float:
-        """Local flops of `node`: its share of the iteration space (query heads count for attention, whatever happens to the kv heads)."""
-        axes = tuple("" if axis == "kv_heads" and node.op == "attention" else axis for axis in self.loop_axes(node))
+        """Local flops of `node`: its share of the iteration space. Query heads count for attention, not kv heads; rows for grouped matmuls, not groups:
+        with balanced routing a rank computes as many rows as it sends, on fewer experts."""
+        idle = {"attention": "kv_heads", "grouped_gemm": "experts"}.get(node.op)
+        axes = tuple("" if axis == idle else axis for axis in self.loop_axes(node))
         return node.flops * self.share(axes, whole=self.is_split(self.loop_axes(node)))
 
 

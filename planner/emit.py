@@ -77,6 +77,8 @@ class Emitter:
         operand, result = DTYPE_BYTES[dtype], DTYPE_BYTES[self.division.compute_dtype]
         accumulates = node.role == "wgrad" and self.engine.flat_gradient_buffer
         read, written = _traffic(m, n, k, groups, batch, node.role)
+        if groups and node.role == "wgrad":
+            m, k = m * groups, max(1, k // groups)
         return Compute(
             name=node.node_id, op_class=node.op, flops=self.division.flops(node), read_bytes=read * operand,
             write_bytes=written * (DTYPE_BYTES["fp32"] if accumulates else result), dtype=dtype, m=m, n=n, k=k, batch=batch,
@@ -108,7 +110,7 @@ class Emitter:
 
 
 def _traffic(m: int, n: int, k: int, groups: int, batch: int, role: str) -> tuple[float, float]:
-    """Elements read and written by a matmul. `m` counts the rows of all groups of a grouped one; its wgrad contracts them, in the loop that carries tokens."""
+    """Elements read and written by a matmul. `m` counts the rows of all groups of a grouped one; its weight gradient contracts them, so that `k` does."""
     if not groups:
         return float(batch) * (m * k + k * n), float(batch) * m * n
     if role == "wgrad":

@@ -4,6 +4,7 @@ A block goes through these passes, in this order, each a function of its own:
 
     planner.attention   attention without a flash kernel becomes matmuls and a softmax      (Strategy.flash_attention)
     planner.dropout     masks                                                              (Job.dropout)
+    planner.siblings    linears of one input become one matmul                             (Engine.fused_input_gradient)
     planner.fuse        kernels merge, saved tensors shrink                                (Engine.fused_kernels or Strategy.compile)
     planner.recompute   what stays alive and what runs again                               (Strategy.recompute)
     planner.exchange    communication between the kernels                                  (Strategy.mesh, sequence_parallel, cp_kind)
@@ -33,6 +34,7 @@ from planner.graph import Block, Graph, Node, Tensor
 from planner.job import Job
 from planner.liveness import peak_bytes
 from planner.recompute import Residency, residency
+from planner.siblings import merge_siblings
 from planner.stages import split
 from planner.strategy import Strategy
 
@@ -169,13 +171,15 @@ def _is_row(tensor: Tensor) -> bool:
 # -- blocks ----------------------------------------------------------------------------------------------------------------------------
 
 
-def prepare(block: Block, job: Job, strategy: Strategy, engine: Engine) -> Block:
-    """`block` as the engine's kernels run it, unsharded: attention, dropout, fusion."""
-    if not strategy.flash_attention:
-        block = unfuse_attention(block, dropout=job.dropout > 0.0)
-    if job.dropout > 0.0:
+def prepare(block: Block, *, flash: bool, dropout: bool, merge: bool, fused: bool) -> Block:
+    """`block` as the engine's kernels run it, unsharded: attention, dropout, merged linears, fusion."""
+    if not flash:
+        block = unfuse_attention(block, dropout=dropout)
+    if dropout:
         block = add_dropout(block)
-    return fuse(block) if engine.fused_kernels or strategy.compile else block
+    if merge:
+        block = merge_siblings(block)
+    return fuse(block) if fused else block
 
 
 def lower_block(
@@ -183,13 +187,19 @@ def lower_block(
 ) -> BlockWork:
     """One block of one rank for one micro-batch under recompute `policy` (none, selective, full)."""
     entries = (cache or LoweringCache()).entries
-    form = (block.kind_id, strategy.flash_attention, job.dropout > 0.0, engine.fused_kernels or strategy.compile)
-    key = ("block", form, policy, division, job.precision, engine)
+    form = {
+        "flash": strategy.flash_attention,
+        "dropout": job.dropout > 0.0,
+        "merge": engine.fused_input_gradient and division.kv_divisor == division.tp,
+        "fused": engine.fused_kernels or strategy.compile,
+    }
+    shape = (block.kind_id, *form.values())
+    key = ("block", shape, policy, division, job.precision, engine)
     found = entries.get(key)
     if found is None:
-        prepared = entries.get(("prepared", form))
+        prepared = entries.get(("prepared", shape))
         if prepared is None:
-            prepared = entries[("prepared", form)] = prepare(block, job, strategy, engine)
+            prepared = entries[("prepared", shape)] = prepare(block, **form)
         assert isinstance(prepared, Block)
         found = entries[key] = _lower(prepared, policy, division, job.precision == "fp8", engine, _tied_names(cache))
     assert isinstance(found, BlockWork)

@@ -10,7 +10,7 @@ from planner.graph import Graph
 from planner.job import Job
 from planner.lower import LoweringCache, lower
 from planner.strategy import Strategy
-from planner.validity import check
+from planner.validity import validate
 
 
 def estimate_graph(
@@ -21,5 +21,5 @@ def estimate_graph(
     `cache` keeps lowered blocks between calls on the same graph: pass one object to many estimates. Raises InputError naming the field when the strategy
     cannot run (planner.validity).
     """
-    check(graph, cluster, job, strategy, engine)
+    validate(graph, cluster, job, strategy, engine)
     return estimate_step(lower(graph, job, strategy, engine, cache), cluster, engine)

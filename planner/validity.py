@@ -15,7 +15,7 @@ from planner.job import Job
 from planner.strategy import Strategy
 
 
-def check(graph: Graph, cluster: Cluster, job: Job, strategy: Strategy, engine: Engine) -> None:
+def validate(graph: Graph, cluster: Cluster, job: Job, strategy: Strategy, engine: Engine) -> None:
     """Raise the first of `problems`."""
     for problem in problems(graph, cluster, job, strategy, engine):
         raise problem

@@ -288,6 +288,61 @@ def test_fp8_runs_linears_of_layers_in_fp8_after_casts():
     assert {work.dtype for work in scores.forward if isinstance(work, Compute) and "/flash/" in work.name} == {"bf16"}
 
 
+# -- experts ---------------------------------------------------------------------------------------------------------------------------
+
+MIXTRAL = spec_graph(
+    resolve(
+        {
+            "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+            "num_attention_heads": 8, "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "vocab_size": 128,
+        }
+    ),
+    sequence=64,
+)  # fmt: skip
+ROWS = 2 * 64
+
+
+@pytest.mark.parametrize(
+    ("plan", "ranks"),
+    [
+        (strategy(), 1), (strategy(dp=8, ep=8), 1), (strategy(dp=4, ep=2), 1), (strategy(tp=2), 2), (strategy(tp=4, sequence_parallel=True), 4),
+        (strategy(dp=4, tp=2, ep=8, sequence_parallel=True), 2), (strategy(cp=2, dp=2, ep=4), 2),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("engine", [MEGATRON, TORCH])
+def test_experts_compute_the_same_wherever_they_are(plan: Strategy, ranks: int, engine: Engine):
+    """Balanced routing: expert parallelism moves rows and divides weights, it does not change the flops of a rank."""
+    for phase in ("forward", "backward"):
+        one, many = (getattr(_layer(MIXTRAL, p, engine), phase) for p in (strategy(), plan))
+        assert _flops(many, "grouped_gemm") * ranks == pytest.approx(_flops(one, "grouped_gemm"))
+        assert all(work.m and work.n and work.k for work in many if isinstance(work, Compute) and work.op_class == "grouped_gemm")
+
+
+def test_expert_parallelism_dispatches_and_combines_each_way():
+    block = _layer(MIXTRAL, strategy(dp=8, ep=8))
+    for works in (block.forward, block.backward):
+        calls = [work for work in works if isinstance(work, Collective)]
+        assert [(call.kind, call.axis, call.full_bytes) for call in calls] == [("all_to_all", "ep", 2.0 * ROWS * 64)] * 2
+    recompute = _layer(MIXTRAL, strategy(dp=8, ep=8, recompute="full"))
+    assert _calls(recompute.recompute, "ep") == ["all_to_all"] * 2
+
+
+def test_expert_weights_are_divided_by_ep_and_kept_whole_from_tp():
+    weights = 8 * 3 * 64 * 96
+    assert _layer(MIXTRAL, strategy(dp=8, ep=8)).parameters.expert == weights / 8
+    folded = _layer(MIXTRAL, strategy(dp=4, tp=2, ep=8, sequence_parallel=True)).parameters
+    assert folded.expert == weights / 8
+    none = _layer(MIXTRAL, strategy(tp=2)).parameters
+    assert none.expert == 0.0
+    assert none.dense == folded.dense + weights / 2
+
+
+def test_tensor_parallel_experts_sum_their_rows():
+    block = _layer(MIXTRAL, strategy(tp=2))
+    calls = [(work.kind, work.full_bytes) for work in block.forward if isinstance(work, Collective)]
+    assert calls == [("all_reduce", 2.0 * 64 * 64), ("all_reduce", 2.0 * ROWS * 64)]
+
+
 # -- cache -----------------------------------------------------------------------------------------------------------------------------
 
 
