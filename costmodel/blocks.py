@@ -76,9 +76,12 @@ class Machine:
     links: LinkProfile
 
     @classmethod
-    def of(cls, pool: NodePool, mesh: Mesh) -> Machine:
-        """The machine of `pool` under `mesh`."""
-        return cls(pool=pool, mesh=mesh, kernels=kernel_profile(pool.device), links=link_profile(pool))
+    def of(cls, pool: NodePool, mesh: Mesh, attention_kernel: str = "native") -> Machine:
+        """The machine of `pool` under `mesh`, running the attention kernels of an engine (Engine.attention_kernel)."""
+        kernels = kernel_profile(pool.device)
+        if attention_kernel == "flash2":
+            kernels = kernels.with_flash2()
+        return cls(pool=pool, mesh=mesh, kernels=kernels, links=link_profile(pool))
 
     def collective_s(self, kind: str, full_bytes: float, axis: str) -> float:
         """Seconds of a collective on the group of `axis`."""

@@ -7,13 +7,15 @@ Inside a fast domain of p ranks (ring, NCCL's low-latency and bulk protocols, wh
     steps: all_reduce 2 (n-1), all_gather, reduce_scatter n - 1, all_to_all, broadcast and p2p 1
 
 `frac` is the achieved share of the link for (kind, n), measured for the devices in costmodel/profiles/links.py, by rule of the link kind elsewhere.
-Over N > 1 domains the slower of two concurrent tiers rules (NCCL pipelines them): every byte that leaves a domain shares the p cards of the group's ranks,
+Over N > 1 domains the slower of two concurrent tiers rules (NCCL pipelines them). A ring crosses every domain boundary once per channel, so
+what the p cards of a domain carry is the flow of every other link; two domains exchange halves in a tree. Latency is a ring in lock step with its slowest
+hop, or a tree:
 
-    t = alpha + max( f S / (B frac),  f_N S / (p W frac_W) )                    f_N: the same f with N in place of n
+    t = alpha + max( f S / (B frac),  g S / (p W frac_W) )      g = f; all_reduce on two domains (double tree): g = 1
+    alpha = base + W.latency x steps, for all_reduce at most base + 2 log2(N) W.latency + 2 p hop
 
-with W the network bandwidth per device; latency grows with the tree (2 log2 N hops) for all_reduce when that is less than the ring, with the ring otherwise.
-An all-to-all sends (n - p)/n of its bytes over the network from one card, the rest inside. Formulas: NCCL tests' PERFORMANCE.md (bus bandwidth) and
-Hockney's alpha-beta model.
+with W the network bandwidth per device. An all-to-all sends (n - p)/n of its bytes over the network from one card, the rest inside. Formulas: NCCL
+tests' PERFORMANCE.md (bus bandwidth) and Hockney's alpha-beta model.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ def collective_s(kind: str, full_bytes: float, group: Group, pool: NodePool, pro
     if group.size <= local:
         return _inside_s(kind, full_bytes, group.size, pool.fast_link, profile)
     if kind in ("p2p", "broadcast"):
-        return outer.latency_s + full_bytes / (outer.bandwidth_bytes_per_s * profile.network_frac)
+        return profile.base_s + outer.latency_s + full_bytes / (outer.bandwidth_bytes_per_s * profile.network_frac)
     return _across_s(kind, full_bytes, group.size, local, pool.fast_link, outer, profile)
 
 
@@ -74,8 +76,9 @@ def _across_s(kind: str, full_bytes: float, size: int, local: int, fast: Link, o
     if kind == "all_to_all":
         alpha = profile.base_s + outer.latency_s
         return alpha + max(inside_wire, full_bytes * (size - local) / size / bandwidth)
-    ring = _steps(kind, domains) * outer.latency_s + _steps(kind, local) * profile.hop_s
+    ring = _steps(kind, size) * outer.latency_s
     tree = 2.0 * ceil(log2(domains)) * outer.latency_s + 2.0 * profile.hop_s * local
     alpha = profile.base_s + (min(ring, tree) if kind == "all_reduce" else ring)
-    outer_wire = volume_factor(kind, domains) * full_bytes / (local * bandwidth)
+    factor = 1.0 if kind == "all_reduce" and domains == 2 else volume_factor(kind, size)
+    outer_wire = factor * full_bytes / (local * bandwidth)
     return alpha + max(inside_wire, outer_wire)

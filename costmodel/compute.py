@@ -14,7 +14,10 @@ k0 steps of its k loop:
 `waves(x)` is ceil(x), blended with x beyond the first wave because cores do not march in step (`drift`). Five constants per
 architecture and dtype (e, k0, c, drift, start), fitted by tests/bench/fit_kernels.py; values and residuals in costmodel/profiles/kernels.py.
 
-Attention: flops / (peak x frac), forward and backward frac by architecture, less for short sequences (n / (n + n_half)). Everything else: bytes over achieved
+Inside a step matmuls run at `sustained` of that speed: the tables hold short bursts, a training step runs at the power limit.
+
+Attention: t = start + flops / (peak x frac x fill x length). fill = T / (T + h C) for T = batch x heads x ceil(n_q / 128) blocks of queries on C cores;
+length = n / (n + n_half): short sequences spend their time at the causal diagonal and in the prologue. Everything else: bytes over achieved
 bandwidth. CPU ranks use the same formulas with one core and no waves.
 """
 
@@ -29,6 +32,10 @@ from costmodel.work import DTYPE_BYTES, Compute
 
 TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 64))
 SPLITS = (1, 2, 4, 8)
+# Attention blocks per core at half speed, forward and backward (backward also splits over keys), and the sequence length at half speed: fitted to
+# FlashAttention timings on A100 and B200 at 4k-131k tokens and 4-128 heads (SimuMax system configs, Apache-2.0).
+FORWARD_FILL, BACKWARD_FILL = 1.5, 0.5
+HALF_LENGTH = 400
 _MATMUL_CLASSES = frozenset({"gemm", "grouped_gemm", "conv"})
 
 
@@ -66,10 +73,12 @@ def _matmul_s(work: Compute, nbytes: float, device: Device, profile: KernelProfi
     constants = profile.gemm(work.dtype)
     bandwidth = device.memory_bandwidth_bytes_per_s * profile.bandwidth("gemm")
     if not (work.m and work.n and work.k):
-        return work.num_kernels * constants.start_s + max(work.flops / (peak * constants.efficiency_frac), nbytes / bandwidth)
+        return work.num_kernels * constants.start_s + max(
+            work.flops / (peak * constants.efficiency_frac * profile.sustained_frac), nbytes / bandwidth
+        )
     rows = max(1, ceil(work.m / work.batch)) if work.op_class == "grouped_gemm" else work.m
     cores = 1 if device.kind == "cpu" else profile.num_cores(device)
-    factor = constants.grouped_frac if work.op_class == "grouped_gemm" else 1.0
+    factor = profile.sustained_frac * (constants.grouped_frac if work.op_class == "grouped_gemm" else 1.0)
     layout = constants.layout_frac(work.layout, work.accumulate)
     # `num_kernels` equal matrices in sequence (flops cover all of them), each of `batch` matrices at once.
     count = max(1, work.num_kernels)
@@ -109,7 +118,9 @@ def _waves(ratio: float, drift: float) -> float:
 def _attention_s(work: Compute, nbytes: float, device: Device, profile: KernelProfile) -> float:
     peak = peak_flops(device, work.dtype)
     frac = profile.attention_backward_frac if work.backward else profile.attention_forward_frac
-    length = work.n or work.m
-    frac *= length / (length + profile.attention_half_length) if length else 1.0
+    blocks = work.batch * max(1, work.heads) * ceil(max(1, work.m) / 128)
+    if device.kind != "cpu":
+        half = (BACKWARD_FILL if work.backward else FORWARD_FILL) * profile.num_cores(device)
+        frac *= blocks / (blocks + half) * work.n / (work.n + HALF_LENGTH)
     moved = nbytes / (device.memory_bandwidth_bytes_per_s * profile.bandwidth("attention"))
     return work.num_kernels * profile.start_s + max(work.flops / (peak * frac), moved)

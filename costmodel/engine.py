@@ -25,6 +25,7 @@ class Engine:
     overlap_gradient_reduce, overlap_parameter_gather: ZeRO traffic runs beside compute.
     reduces_each_micro_batch: ZeRO-2/3 gradients are reduced (and ZeRO-2 parameters gathered) in every micro-batch, not once a step (FSDP2 without pipeline).
     ddp_bucket_copy: plain data parallelism keeps a second copy of the gradients in reduction buckets (DDP without gradient_as_bucket_view).
+    attention_kernel: "native" runs the architecture's best fused attention (cuDNN, FlashAttention 3), "flash2" FlashAttention 2 everywhere.
     fused_optimizer: one kernel updates each group of weights; otherwise temporaries of all weights appear in the optimizer step.
     overlap_tensor_parallel: in backward, reductions of input gradients and repeated gathers of inputs run beside the weight and input gradient matmuls.
     recompute_stops_early: full recompute ends with the last kernel whose output backward reads (torch's non-reentrant checkpoint with early_stop).
@@ -46,6 +47,7 @@ class Engine:
     overlap_parameter_gather: bool
     reduces_each_micro_batch: bool
     ddp_bucket_copy: bool
+    attention_kernel: str
     fused_optimizer: bool
     overlap_tensor_parallel: bool
     recompute_stops_early: bool
@@ -78,8 +80,9 @@ ENGINES: tuple[Engine, ...] = (
         overlap_gradient_reduce=True,
         overlap_parameter_gather=True,
         reduces_each_micro_batch=True,
-        ddp_bucket_copy=True,
-        fused_optimizer=True,
+        ddp_bucket_copy=False,
+        attention_kernel="flash2",
+        fused_optimizer=False,
         overlap_tensor_parallel=False,
         recompute_stops_early=True,
         selective_recompute="keep_matmuls",
@@ -107,6 +110,7 @@ ENGINES: tuple[Engine, ...] = (
         overlap_parameter_gather=True,
         reduces_each_micro_batch=True,
         ddp_bucket_copy=True,
+        attention_kernel="flash2",
         fused_optimizer=True,
         overlap_tensor_parallel=False,
         recompute_stops_early=False,
@@ -135,6 +139,7 @@ ENGINES: tuple[Engine, ...] = (
         overlap_parameter_gather=True,
         reduces_each_micro_batch=False,
         ddp_bucket_copy=False,
+        attention_kernel="native",
         fused_optimizer=True,
         overlap_tensor_parallel=True,
         recompute_stops_early=False,

@@ -34,6 +34,8 @@ from costmodel.work import DTYPE_BYTES, StageWork, StepWork
 # Host time of one kernel in a torch.compile'd region over eager dispatch: the wrapper calls kernels without the dispatcher and autograd.
 COMPILED_LAUNCH_FRAC = 0.5
 
+MODEL_FLOPS = "6 x active matmul parameters x tokens + attention as full square (PaLM), no recompute"
+
 Priced = dict[int, tuple[Phase, Phase, Traffic]]
 
 
@@ -73,7 +75,7 @@ def estimate_step(step: StepWork, cluster: Cluster, engine: Engine) -> Estimate:
         )
     schedule = step.schedule if mesh.pp > 1 else "none"
     schedules.check(schedule, pp=mesh.pp, vpp=step.vpp, num_micro_batches=step.num_micro_batches)
-    machine = Machine.of(pool, mesh)
+    machine = Machine.of(pool, mesh, engine.attention_kernel)
     priced: Priced = {}
     chunks = [_price_chunk(stage, step, engine, machine, priced) for stage in step.stages]
     orders = schedules.actions(schedule, pp=mesh.pp, vpp=step.vpp, num_micro_batches=step.num_micro_batches)
@@ -241,8 +243,7 @@ def _assemble(
         tokens_per_s_per_device=step.tokens_per_step / step_s / devices,
         mfu_frac=step.model_flops_per_step / (step_s * devices * peak),
         hfu_frac=flops / (step_s * devices * peak),
-        mfu_denominator=f"{dtype} dense peak {peak / 1e12:.1f} TFLOP/s per device, model flops = 6 x active matmul parameters x tokens"
-        " + attention as full square (PaLM), no recompute",
+        mfu_denominator=f"{dtype} dense peak {peak / 1e12:.1f} TFLOP/s per device, model flops = {MODEL_FLOPS}",
         stages=memories,
         usable_bytes=usable_bytes(machine.pool),
         host_bytes_per_node=host_bytes(step, engine, machine.pool),

@@ -6,9 +6,12 @@ an unknown architecture uses the nearest row by kind.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from costmodel.hardware import Device
+
+# Streaming speed of kernels that reduce rows or gather them, relative to a plain copy or add.
+REDUCTION_FRAC = {"norm": 0.85, "softmax": 0.85, "reduce": 0.85, "cross_entropy": 0.85, "embedding": 0.6, "index": 0.6}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +38,14 @@ class GemmConstants:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelProfile:
-    """All kernel constants of one architecture. `core_flops` is the bf16 (fp16 where there is none) peak of one core, which counts the cores of a device."""
+    """All kernel constants of one architecture.
+
+    core_flops: bf16 (fp16 where there is none) peak of one core, which counts the cores of a device. start_s: floor of a kernel that is no matmul.
+    bandwidth_frac: achieved share of memory bandwidth of large streaming kernels; REDUCTION_FRAC lowers it for the classes that reduce or look up.
+    sustained_frac: matmul speed inside a training step over the speed of the short bursts that the GEMM table holds (clocks under the power limit).
+    attention_*_frac: of peak, causal flops, for endless sequences on all cores, with the architecture's best kernel (FlashAttention 2 on Ampere and Ada,
+    3 or cuDNN on Hopper, cuDNN on Blackwell); flash2_frac: FlashAttention 2 relative to that.
+    """
 
     name: str
     devices: tuple[str, ...]
@@ -44,9 +54,10 @@ class KernelProfile:
     gemms: tuple[tuple[str, GemmConstants], ...]
     start_s: float
     bandwidth_frac: float
+    sustained_frac: float
     attention_forward_frac: float
     attention_backward_frac: float
-    attention_half_length: int
+    flash2_frac: float
     source: str
 
     def gemm(self, dtype: str) -> GemmConstants:
@@ -55,7 +66,12 @@ class KernelProfile:
 
     def bandwidth(self, op_class: str) -> float:
         """Achieved fraction of memory bandwidth of large kernels of `op_class`."""
-        return self.bandwidth_frac
+        return self.bandwidth_frac * REDUCTION_FRAC.get(op_class, 1.0)
+
+    def with_flash2(self) -> KernelProfile:
+        """The profile with FlashAttention 2 in place of the architecture's best attention kernel."""
+        forward, backward = self.attention_forward_frac * self.flash2_frac, self.attention_backward_frac * self.flash2_frac
+        return replace(self, attention_forward_frac=forward, attention_backward_frac=backward, flash2_frac=1.0)
 
     def num_cores(self, device: Device) -> int:
         """Cores (SMs) of `device` by its half-precision peak."""
@@ -75,10 +91,11 @@ PROFILES: tuple[KernelProfile, ...] = (
         core_flops=312e12 / 108,
         gemms=(("bf16", GemmConstants(efficiency_frac=0.960, k_overhead=169, reuse=26, drift_frac=0.58, start_s=4.2e-6)),),
         start_s=2.5e-6,
-        bandwidth_frac=0.82,
-        attention_forward_frac=0.68,
-        attention_backward_frac=0.52,
-        attention_half_length=400,
+        bandwidth_frac=0.88,
+        sustained_frac=0.93,
+        attention_forward_frac=0.7,
+        attention_backward_frac=0.54,
+        flash2_frac=1.0,
         source="aiconfigurator-core 0.12.0 a100-sxm4-80gb GEMM table (Apache-2.0)",
     ),
     KernelProfile(
@@ -91,10 +108,11 @@ PROFILES: tuple[KernelProfile, ...] = (
             ("fp8", GemmConstants(efficiency_frac=0.864, k_overhead=115, reuse=62, drift_frac=0.38, start_s=13.7e-6)),
         ),
         start_s=2.5e-6,
-        bandwidth_frac=0.82,
-        attention_forward_frac=0.62,
-        attention_backward_frac=0.5,
-        attention_half_length=400,
+        bandwidth_frac=0.9,
+        sustained_frac=0.86,
+        attention_forward_frac=0.68,
+        attention_backward_frac=0.52,
+        flash2_frac=0.58,
         source="aiconfigurator-core 0.12.0 h100-sxm5-80gb GEMM table (Apache-2.0)",
     ),
     KernelProfile(
@@ -107,10 +125,11 @@ PROFILES: tuple[KernelProfile, ...] = (
             ("fp8", GemmConstants(efficiency_frac=0.903, k_overhead=172, reuse=60, drift_frac=0.40, start_s=13.5e-6)),
         ),
         start_s=2.5e-6,
-        bandwidth_frac=0.82,
-        attention_forward_frac=0.62,
-        attention_backward_frac=0.5,
-        attention_half_length=400,
+        bandwidth_frac=0.9,
+        sustained_frac=0.86,
+        attention_forward_frac=0.68,
+        attention_backward_frac=0.52,
+        flash2_frac=0.58,
         source="aiconfigurator-core 0.12.0 h200-sxm GEMM table (Apache-2.0)",
     ),
     KernelProfile(
@@ -123,10 +142,11 @@ PROFILES: tuple[KernelProfile, ...] = (
             ("fp8", GemmConstants(efficiency_frac=0.800, k_overhead=123, reuse=66, drift_frac=0.33, start_s=16.6e-6)),
         ),
         start_s=2.5e-6,
-        bandwidth_frac=0.8,
-        attention_forward_frac=0.55,
-        attention_backward_frac=0.42,
-        attention_half_length=400,
+        bandwidth_frac=0.88,
+        sustained_frac=0.68,
+        attention_forward_frac=0.6,
+        attention_backward_frac=0.44,
+        flash2_frac=0.35,
         source="aiconfigurator-core 0.12.0 b200-sxm GEMM table (Apache-2.0)",
     ),
     KernelProfile(
@@ -139,10 +159,11 @@ PROFILES: tuple[KernelProfile, ...] = (
             ("fp8", GemmConstants(efficiency_frac=0.858, k_overhead=143, reuse=68, drift_frac=0.28, start_s=15.7e-6)),
         ),
         start_s=2.5e-6,
-        bandwidth_frac=0.8,
-        attention_forward_frac=0.55,
-        attention_backward_frac=0.42,
-        attention_half_length=400,
+        bandwidth_frac=0.88,
+        sustained_frac=0.68,
+        attention_forward_frac=0.6,
+        attention_backward_frac=0.44,
+        flash2_frac=0.35,
         source="aiconfigurator-core 0.12.0 b300-sxm GEMM table (Apache-2.0)",
     ),
     KernelProfile(
@@ -155,10 +176,11 @@ PROFILES: tuple[KernelProfile, ...] = (
             ("fp8", GemmConstants(efficiency_frac=0.645, k_overhead=46, reuse=44, drift_frac=0.66, start_s=11.8e-6)),
         ),
         start_s=2.5e-6,
-        bandwidth_frac=0.85,
-        attention_forward_frac=0.6,
-        attention_backward_frac=0.45,
-        attention_half_length=400,
+        bandwidth_frac=0.88,
+        sustained_frac=0.9,
+        attention_forward_frac=0.65,
+        attention_backward_frac=0.5,
+        flash2_frac=1.0,
         source="aiconfigurator-core 0.12.0 l40s GEMM table (Apache-2.0)",
     ),
     KernelProfile(
@@ -171,10 +193,11 @@ PROFILES: tuple[KernelProfile, ...] = (
             ("fp8", GemmConstants(efficiency_frac=0.942, k_overhead=159, reuse=55, drift_frac=0.43, start_s=13.1e-6)),
         ),
         start_s=2.5e-6,
-        bandwidth_frac=0.85,
-        attention_forward_frac=0.6,
-        attention_backward_frac=0.45,
-        attention_half_length=400,
+        bandwidth_frac=0.88,
+        sustained_frac=0.9,
+        attention_forward_frac=0.65,
+        attention_backward_frac=0.5,
+        flash2_frac=1.0,
         source="aiconfigurator-core 0.12.0 rtx-pro-6000-server GEMM table (Apache-2.0)",
     ),
 )
@@ -187,9 +210,10 @@ CPU = KernelProfile(
     gemms=(("fp32", GemmConstants(efficiency_frac=0.9, k_overhead=16, reuse=0, drift_frac=1.0, start_s=5e-6)),),
     start_s=5e-6,
     bandwidth_frac=0.7,
+    sustained_frac=1.0,
     attention_forward_frac=0.5,
     attention_backward_frac=0.5,
-    attention_half_length=64,
+    flash2_frac=1.0,
     source="rule: one CPU rank; measured by calibration",
 )
 
