@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from planner.graph import Block, Graph, Layer, Tensor
-from planner.models.builder import BlockBuilder, Value
+from planner.models.builder import BlockBuilder, Variable
 from planner.models.spec import ModelSpec
 
 
@@ -19,7 +19,7 @@ class Program:
         self._layers: list[Layer] = []
         self._tied: list[tuple[str, str]] = []
 
-    def block(self, kind_id: str, role: str, path: str, write: Callable[..., Sequence[Value]], *choices: object) -> bool:
+    def block(self, kind_id: str, role: str, path: str, write: Callable[..., Sequence[Variable]], *choices: object) -> bool:
         """Append a block; `write(builder, program, *choices)` is called once for every `kind_id`. Returns whether its first output needs a gradient."""
         if kind_id not in self._kinds:
             builder = BlockBuilder(lora=(self.spec.lora_rank, self.spec.lora_targets), frozen=self.spec.frozen)
@@ -32,19 +32,21 @@ class Program:
         """`user` is the same storage as `owner`."""
         self._tied.append((owner, user))
 
-    def ids(self, b: BlockBuilder, name: str = "input_ids") -> Value:
+    def ids(self, b: BlockBuilder, name: str = "input_ids") -> Variable:
         """Token ids entering the model."""
         return b.input(name, (self.batch, self.sequence), ("batch", "sequence"), "int64", grad=False)
 
-    def labels(self, b: BlockBuilder) -> Value:
+    def labels(self, b: BlockBuilder) -> Variable:
         """Token labels entering the head."""
         return self.ids(b, "labels")
 
-    def hidden(self, b: BlockBuilder, grad: bool) -> Value:
-        """The hidden states a block takes from the one before it."""
-        return b.input("hidden_states", (self.batch, self.sequence, self.spec.hidden), ("batch", "sequence", ""), grad=grad)
+    def hidden(self, b: BlockBuilder, grad: bool, name: str = "hidden_states", *, shared: bool = False) -> Variable:
+        """The hidden states a block takes from the one before it (`shared`: from one that many read)."""
+        image = self.spec.image
+        sequence = self.sequence if image is None else image.num_patches + 1
+        return b.input(name, (self.batch, sequence, self.spec.hidden), ("batch", "sequence", ""), grad=grad, shared=shared)
 
-    def tables(self, b: BlockBuilder, kind: str = "") -> tuple[Value, ...]:
+    def tables(self, b: BlockBuilder, kind: str = "") -> tuple[Variable, ...]:
         """The rotary tables made in the embedding block: cos and sin, or one complex table (as fp32 pairs)."""
         spec = self.spec
         width = spec.rope_dim // 2 if spec.rope == "chunks" else spec.rope_dim
@@ -53,6 +55,18 @@ class Program:
             b.input(f"{name}{kind}", (1, self.sequence, width), ("", "sequence", ""), spec.rope_dtype, grad=False, shared=True)
             for name in names
         )
+
+    @property
+    def num_masks(self) -> int:
+        """Additive masks that eager attention reads: one for all layers, or one for sliding and one for full ones."""
+        spec = self.spec
+        kinds = {spec.slides(index) for index in range(spec.num_layers)}
+        return len(kinds) if spec.attention == "eager" else 0
+
+    def mask(self, b: BlockBuilder, kind: str = "") -> Variable:
+        """One of those masks."""
+        length = self.sequence
+        return b.input(f"mask{kind}", (self.batch, 1, length, length), ("batch", "", "sequence", ""), grad=False, shared=True)
 
     def graph(self) -> Graph:
         """The finished graph; counts are those of distinct parameters (a tied one counts once)."""

@@ -11,16 +11,18 @@ from collections.abc import Sequence
 
 from planner.graph import Loop
 from planner.models import ops
-from planner.models.builder import BlockBuilder, Value
+from planner.models.builder import BlockBuilder, Variable
 
 
-def heads(b: BlockBuilder, x: Value, count: int, axis: str, module: str = "", *, clones: bool = False) -> Value:
+def heads(b: BlockBuilder, x: Variable, count: int, axis: str, module: str = "", *, clones: bool = False) -> Variable:
     """(batch, sequence, heads * d) seen as (batch, heads, sequence, d)."""
     batch, sequence, width = x.shape
     return b.view(x, (batch, count, sequence, width // count), ("batch", axis, "sequence", ""), module=module, clones=clones)
 
 
-def rotary_tables(b: BlockBuilder, module: str, sequence: int, dim: int, rope: str = "halves", dtype: str = "compute") -> tuple[Value, ...]:
+def rotary_tables(
+    b: BlockBuilder, module: str, sequence: int, dim: int, rope: str = "halves", dtype: str = "compute"
+) -> tuple[Variable, ...]:
     """cos and sin of every position, made once a forward in fp32, cast to `dtype`, and kept for the layers' backward.
 
     Tables are as wide as `dim` ("chunks": half of it); "complex" is one table of complex numbers, counted as fp32 pairs.
@@ -39,7 +41,7 @@ def rotary_tables(b: BlockBuilder, module: str, sequence: int, dim: int, rope: s
     return tuple(tables)
 
 
-def rotate(b: BlockBuilder, x: Value, cos: Value, sin: Value, module: str) -> Value:
+def rotate(b: BlockBuilder, x: Variable, cos: Variable, sin: Variable, module: str) -> Variable:
     """x cos + rotate_half(x) sin with rotate_half = cat(-x2, x1): five kernels forward, seven backward; keeps cos and sin only.
 
     fp32 tables (OLMo) promote the sum, which is then cast back.
@@ -47,10 +49,10 @@ def rotate(b: BlockBuilder, x: Value, cos: Value, sin: Value, module: str) -> Va
     wide = cos.dtype != x.dtype
     dtype = cos.dtype
 
-    def down(gradient: Value) -> Value:
+    def down(gradient: Variable) -> Variable:
         return b.back("copy", "_to_copy", [gradient], x) if wide else gradient
 
-    def rule(gradient: Value) -> Sequence[Value | None]:
+    def rule(gradient: Variable) -> Sequence[Variable | None]:
         turned = down(b.back("elementwise", "mul", [gradient], x, dtype=dtype, saved=[sin]))
         minus = b.back("elementwise", "neg", [turned], _part(x, x.shape[-1] // 2))
         left = b.back("copy", "slice_backward", [minus], x)
@@ -70,7 +72,7 @@ def rotate(b: BlockBuilder, x: Value, cos: Value, sin: Value, module: str) -> Va
     )
 
 
-def rotate_part(b: BlockBuilder, x: Value, cos: Value, sin: Value, module: str) -> Value:
+def rotate_part(b: BlockBuilder, x: Variable, cos: Variable, sin: Variable, module: str) -> Variable:
     """Rotates the first features of a head, as many as the tables are wide, and concatenates the rest (Phi-3, also when there is no rest)."""
     width, dim = cos.shape[-1], x.shape[-1]
     if width == dim:
@@ -81,7 +83,7 @@ def rotate_part(b: BlockBuilder, x: Value, cos: Value, sin: Value, module: str) 
     return ops.concat(b, [rotate(b, turned, cos, sin, module), rest], module, x.shape, x.axes)
 
 
-def rotate_pairs(b: BlockBuilder, x: Value, cos: Value, sin: Value, module: str) -> Value:
+def rotate_pairs(b: BlockBuilder, x: Variable, cos: Variable, sin: Variable, module: str) -> Variable:
     """cat(x1 cos - x2 sin, x2 cos + x1 sin): seven kernels forward; backward seven and the gradients of the two parts joined.
 
     With tables as wide as a head x1 and x2 are its even and odd features, padded and added backward (DeepSeek V3); with tables of half the width
@@ -90,10 +92,10 @@ def rotate_pairs(b: BlockBuilder, x: Value, cos: Value, sin: Value, module: str)
     strided = cos.shape[-1] == x.shape[-1]
     part = _part(x, x.shape[-1] // 2)
 
-    def times(gradient: Value, table: Value) -> Value:
+    def times(gradient: Variable, table: Variable) -> Variable:
         return b.back("elementwise", "mul", [gradient], part, saved=[table])
 
-    def rule(gradient: Value) -> Sequence[Value | None]:
+    def rule(gradient: Variable) -> Sequence[Variable | None]:
         by_sin, by_cos = times(gradient, sin), times(gradient, cos)
         minus = b.back("elementwise", "neg", [gradient], part)
         second = b.back("elementwise", "accumulate", [by_cos, times(minus, sin)], part)
@@ -111,29 +113,29 @@ def rotate_pairs(b: BlockBuilder, x: Value, cos: Value, sin: Value, module: str)
     return b.kernel(module, "copy", "cat", [first, second], [(x.shape, x.axes, x.dtype)], rule, sources=(x, cos, sin))[0]
 
 
-def _part(x: Value, width: int) -> Value:
+def _part(x: Variable, width: int) -> Variable:
     """A view of some features of `x`, to size gradients by."""
-    return Value(x.tensor_id, (*x.shape[:-1], width), x.axes, x.dtype, True)
+    return Variable(x.tensor_id, (*x.shape[:-1], width), x.axes, x.dtype, True)
 
 
 def attention(
     b: BlockBuilder,
-    q: Value,
-    k: Value,
-    v: Value,
+    q: Variable,
+    k: Variable,
+    v: Variable,
     module: str,
     *,
     causal: bool,
     window: int = 0,
-    sinks: Value | None = None,
+    extra: Variable | None = None,
     clones: bool = False,
-) -> Value:
+) -> Variable:
     """Scaled dot product attention by a flash kernel on (batch, heads, sequence, d).
 
     flops = 2 b h (query, key) pairs (d + dv), where a causal mask leaves half of the q x kv pairs and a window of w keys w q - w (w - 1) / 2;
-    backward 2.5 times that. `sinks` are learned logits, one a head, that join the softmax. The output has the layout of q: where that is
-    contiguous over (batch, heads, sequence, d), it `clones` into (batch, sequence, heads, d) for the next matmul.
-    Returns (batch, sequence, heads * dv).
+    backward 2.5 times that. `extra` is one more input with a gradient of its own: an additive bias of the scores, or sinks (logits, one a
+    head, that join the softmax). The output has the layout of q: where that is contiguous over (batch, heads, sequence, d), it `clones` into
+    (batch, sequence, heads, d) for the next matmul. Returns (batch, sequence, heads * dv).
     """
     batch, count, length, dim = q.shape
     keys, wide = k.shape[2], v.shape[3]
@@ -150,14 +152,16 @@ def attention(
         Loop(name="head_dim", size=dim),
         Loop(name="v_dim", size=wide),
     )
-    inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
-    made: list[Value] = []
+    inputs = (q, k, v) if extra is None else (q, k, v, extra)
+    made: list[Variable] = []
 
-    def rule(gradient: Value | None, _: Value | None) -> Sequence[Value | None]:
+    def rule(gradient: Variable | None, _: Variable | None) -> Sequence[Variable | None]:
         if gradient is None:
             return (None,) * len(inputs)
         kept = [*inputs, *made]
-        return b.back_many("attention", "flash_backward", [gradient], inputs, saved=kept, loops=loops, flops=2.5 * flops, causal=causal)
+        wanted = [value for value in inputs if value.grad]
+        grads = b.back_many("attention", "flash_backward", [gradient], wanted, saved=kept, loops=loops, flops=2.5 * flops, causal=causal)
+        return tuple(dict(zip(wanted, grads, strict=True)).get(value) for value in inputs)
 
     out = ((batch, length, count * wide), ("batch", "sequence", "heads"), q.dtype)
     statistic = ((batch, count, length), ("batch", "heads", "sequence"), "fp32")
@@ -165,10 +169,10 @@ def attention(
     return ops.copy(b, made[0], module, made[0].shape, made[0].axes) if clones else made[0]
 
 
-def rotate_complex(b: BlockBuilder, x: Value, turns: Value, module: str) -> Value:
+def rotate_complex(b: BlockBuilder, x: Variable, turns: Variable, module: str) -> Variable:
     """Features in pairs as complex numbers times e^(i angle) (DeepSeek V2): cast up, multiplied and cast down; keeps the complex table."""
 
-    def rule(gradient: Value) -> Sequence[Value | None]:
+    def rule(gradient: Variable) -> Sequence[Variable | None]:
         wide = b.back("copy", "_to_copy", [gradient], x, dtype="fp32")
         conjugate = b.back("elementwise", "_conj", [], turns, saved=[turns])
         turned = b.back("elementwise", "mul", [wide, conjugate], x, dtype="fp32")

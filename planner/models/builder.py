@@ -12,7 +12,8 @@ block behind is a tensor of kind "input" called `<output>.grad`; the gradient of
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from planner.graph import Block, Loop, Node, Tensor
 
@@ -20,24 +21,23 @@ Axes = tuple[str, ...]
 Shape = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Value:
+class Variable:
     """What a program variable is to autograd: a view of the storage `tensor_id` with its own shape, dtype and `grad` (does it require one?)."""
 
-    tensor_id: str
-    shape: Shape
-    axes: Axes
-    dtype: str
-    grad: bool
+    __slots__ = ("axes", "dtype", "grad", "shape", "tensor_id")
+
+    def __init__(self, tensor_id: str, shape: Shape, axes: Axes, dtype: str, grad: bool) -> None:
+        self.tensor_id, self.shape, self.axes, self.dtype, self.grad = tensor_id, shape, axes, dtype, grad
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Entry:
-    inputs: tuple[Value, ...]
-    outputs: tuple[Value, ...]
+class _Entry(NamedTuple):
+    """One step of the tape: a rule maps the gradients of `outputs` to those of `inputs`."""
+
+    inputs: tuple[Variable, ...]
+    outputs: tuple[Variable, ...]
     node_id: str
     module: str
-    rule: Callable[..., Sequence[Value | None]]
+    rule: Callable[..., Sequence[Variable | None]]
 
 
 class BlockBuilder:
@@ -50,7 +50,7 @@ class BlockBuilder:
         self._nodes: list[Node] = []
         self._tape: list[_Entry] = []
         self._saved: dict[str, None] = {}
-        self._inputs: list[Value] = []
+        self._inputs: list[Variable] = []
         self._unsaved: set[str] = set()
         self._layouts: dict[str, str] = {}
         self._counts: dict[str, int] = {}
@@ -66,15 +66,15 @@ class BlockBuilder:
         self._tensors[tensor_id] = Tensor(tensor_id=tensor_id, shape=shape, axes=axes, dtype=dtype, kind=kind, trainable=trainable)
         return tensor_id
 
-    def input(self, name: str, shape: Shape, axes: Axes, dtype: str = "compute", *, grad: bool = True, shared: bool = False) -> Value:
+    def input(self, name: str, shape: Shape, axes: Axes, dtype: str = "compute", *, grad: bool = True, shared: bool = False) -> Variable:
         """A tensor that enters the block. `shared`: read by many blocks (rope tables, encoder output), so its maker counts it as saved, not the readers."""
-        value = Value(self._add(name, shape, axes, dtype, "input"), shape, axes, dtype, grad)
+        value = Variable(self._add(name, shape, axes, dtype, "input"), shape, axes, dtype, grad)
         self._inputs.append(value)
         if shared:
             self._unsaved.add(value.tensor_id)
         return value
 
-    def parameter(self, name: str, shape: Shape, axes: Axes, *, trainable: bool | None = None, layout: str = "") -> Value:
+    def parameter(self, name: str, shape: Shape, axes: Axes, *, trainable: bool | None = None, layout: str = "") -> Variable:
         """A parameter, `name` being its path in the block. Trainable unless the block is frozen. `layout` is noted for the module that owns it."""
         if trainable is None:
             trainable = not self.frozen
@@ -82,18 +82,18 @@ class BlockBuilder:
             self._layouts[name.rpartition(".")[0]] = layout
         tensor_id = self._add(name, shape, axes, "compute", "parameter", trainable)
         self._unsaved.add(tensor_id)
-        return Value(tensor_id, shape, axes, "compute", trainable)
+        return Variable(tensor_id, shape, axes, "compute", trainable)
 
     def layout(self, module: str, style: str) -> None:
         """Note the tensor-parallel style of a module that wraps the one which owns the parameters."""
         self._layouts[module] = style
 
-    def constant(self, name: str, shape: Shape, axes: Axes, dtype: str, *, kind: str = "buffer") -> Value:
+    def constant(self, name: str, shape: Shape, axes: Axes, dtype: str, *, kind: str = "buffer") -> Variable:
         """A tensor without gradient and without a kernel that makes it here (position ids, masks kept as buffers)."""
         tensor_id = self._add(name, shape, axes, dtype, kind)
         if kind == "buffer":
             self._unsaved.add(tensor_id)
-        return Value(tensor_id, shape, axes, dtype, False)
+        return Variable(tensor_id, shape, axes, dtype, False)
 
     # -- forward ---------------------------------------------------------------------------------------------------------------------
 
@@ -102,15 +102,16 @@ class BlockBuilder:
         module: str,
         op: str,
         name: str,
-        inputs: Sequence[Value],
+        inputs: Sequence[Variable],
         outputs: Sequence[tuple[Shape, Axes, str]],
-        rule: Callable[..., Sequence[Value | None]] | None = None,
+        rule: Callable[..., Sequence[Variable | None]] | None = None,
         *,
         loops: tuple[Loop, ...] = (),
         flops: float = 0.0,
         causal: bool = False,
-        sources: Sequence[Value] = (),
-    ) -> tuple[Value, ...]:
+        sources: Sequence[Variable] = (),
+        role: str = "",
+    ) -> tuple[Variable, ...]:
         """Append one forward kernel. `rule(*output gradients)` returns one gradient (or None) an input; without a rule nothing flows back.
 
         `sources` replaces the inputs in the eyes of the rule, for the last kernel of an operation that is differentiated as a whole.
@@ -127,7 +128,7 @@ class BlockBuilder:
         for position, (shape, axes, dtype) in enumerate(outputs):
             label = node_id if len(outputs) == 1 else f"{node_id}.{position}"
             made.append(
-                Value(
+                Variable(
                     self._add(label, shape, axes, dtype, "activation"), shape, axes, dtype, grad and dtype not in ("int64", "int32", "bool")
                 )
             )
@@ -142,56 +143,70 @@ class BlockBuilder:
                 flops=flops,
                 causal=causal,
                 module=module,
+                role=role,
             )
         )
         if grad and rule is not None:
             self._tape.append(_Entry(tuple(sources), tuple(made), node_id, module, rule))
         return tuple(made)
 
-    def view(self, value: Value, shape: Shape, axes: Axes, *, module: str = "", clones: bool = False) -> Value:
+    def view(self, value: Variable, shape: Shape, axes: Axes, *, module: str = "", clones: bool = False) -> Variable:
         """Another shape of the same storage (view, transpose): no kernel forward; none backward unless the gradient `clones` into a contiguous one."""
-        result = Value(value.tensor_id, shape, axes, value.dtype, value.grad)
+        result = Variable(value.tensor_id, shape, axes, value.dtype, value.grad)
         if value.grad:
 
-            def rule(gradient: Value) -> tuple[Value]:
+            def rule(gradient: Variable) -> tuple[Variable]:
                 if clones:
                     return (self.back("copy", "clone", [gradient], value),)
-                return (Value(gradient.tensor_id, value.shape, value.axes, gradient.dtype, False),)
+                return (Variable(gradient.tensor_id, value.shape, value.axes, gradient.dtype, False),)
 
             self._tape.append(_Entry((value,), (result,), f"{module}/view" if module else "view", module, rule))
         return result
 
-    def split(self, value: Value, parts: Sequence[tuple[Shape, Axes]], module: str = "", name: str = "cat") -> tuple[Value, ...]:
+    def split(self, value: Variable, parts: Sequence[tuple[Shape, Axes]], module: str = "", name: str = "cat") -> tuple[Variable, ...]:
         """Narrow views that together cover a storage (split, chunk, unbind): no kernel forward, one concatenation backward."""
-        results = tuple(Value(value.tensor_id, shape, axes, value.dtype, value.grad) for shape, axes in parts)
+        results = tuple(Variable(value.tensor_id, shape, axes, value.dtype, value.grad) for shape, axes in parts)
         if value.grad:
 
-            def rule(*gradients: Value | None) -> tuple[Value]:
+            def rule(*gradients: Variable | None) -> tuple[Variable]:
                 return (self.back("copy", name, [g for g in gradients if g is not None], value),)
 
             self._tape.append(_Entry((value,), results, f"{module}/split" if module else "split", module, rule))
         return results
 
-    def slices(self, value: Value, parts: Sequence[tuple[Shape, Axes]], module: str = "") -> tuple[Value, ...]:
+    def slices(
+        self, value: Variable, parts: Sequence[tuple[Shape, Axes]], module: str = "", name: str = "slice_backward"
+    ) -> tuple[Variable, ...]:
         """Narrow views taken one by one (x[..., a:b]): backward pads every gradient to the whole with zeros and adds them up."""
         results = []
         for shape, axes in parts:
-            result = Value(value.tensor_id, shape, axes, value.dtype, value.grad)
+            result = Variable(value.tensor_id, shape, axes, value.dtype, value.grad)
             results.append(result)
             if value.grad:
 
-                def rule(gradient: Value) -> tuple[Value]:
-                    return (self.back("copy", "slice_backward", [gradient], value),)
+                def rule(gradient: Variable) -> tuple[Variable]:
+                    return (self.back("copy", name, [gradient], value),)
 
                 self._tape.append(_Entry((value,), (result,), f"{module}/slice" if module else "slice", module, rule))
         return tuple(results)
 
-    def pad_view(self, value: Value, module: str = "") -> Value:
-        """The whole of a storage beside an empty slice of it: backward still pads and adds the empty one's gradient."""
-        result = Value(value.tensor_id, value.shape, value.axes, value.dtype, value.grad)
+    def expand(self, value: Variable, shape: Shape, axes: Axes, module: str = "") -> Variable:
+        """A broadcast view: no kernel forward, the sum over what was broadcast backward."""
+        result = Variable(value.tensor_id, shape, axes, value.dtype, value.grad)
         if value.grad:
 
-            def rule(gradient: Value) -> tuple[Value]:
+            def rule(gradient: Variable) -> tuple[Variable]:
+                return (self.back("reduce", "sum", [gradient], value) if shape != value.shape else gradient,)
+
+            self._tape.append(_Entry((value,), (result,), f"{module}/expand" if module else "expand", module, rule))
+        return result
+
+    def pad_view(self, value: Variable, module: str = "") -> Variable:
+        """The whole of a storage beside an empty slice of it: backward still pads and adds the empty one's gradient."""
+        result = Variable(value.tensor_id, value.shape, value.axes, value.dtype, value.grad)
+        if value.grad:
+
+            def rule(gradient: Variable) -> tuple[Variable]:
                 empty = self.back("copy", "slice_backward", [gradient], value)
                 return (self.back("elementwise", "accumulate", [gradient, empty], value),)
 
@@ -200,7 +215,7 @@ class BlockBuilder:
 
     # -- backward --------------------------------------------------------------------------------------------------------------------
 
-    def save(self, *values: Value) -> None:
+    def save(self, *values: Variable) -> None:
         """Called by a rule: forward keeps these for it. Parameters and shared inputs belong to others and are not counted."""
         for value in values:
             if value.tensor_id not in self._unsaved:
@@ -210,16 +225,16 @@ class BlockBuilder:
         self,
         op: str,
         name: str,
-        reads: Sequence[Value],
-        like: Value,
+        reads: Sequence[Variable],
+        like: Variable,
         *,
         dtype: str = "",
-        saved: Sequence[Value] = (),
+        saved: Sequence[Variable] = (),
         loops: tuple[Loop, ...] = (),
         flops: float = 0.0,
         causal: bool = False,
-        also: Sequence[Value] = (),
-    ) -> Value:
+        also: Sequence[Variable] = (),
+    ) -> Variable:
         """Append one backward kernel that reads gradients and `saved` tensors and makes the gradient of `like` (and of `also`, in the same kernel)."""
         return self.back_many(op, name, reads, (like, *also), dtype=dtype, saved=saved, loops=loops, flops=flops, causal=causal)[0]
 
@@ -227,15 +242,15 @@ class BlockBuilder:
         self,
         op: str,
         name: str,
-        reads: Sequence[Value],
-        likes: Sequence[Value],
+        reads: Sequence[Variable],
+        likes: Sequence[Variable],
         *,
         dtype: str = "",
-        saved: Sequence[Value] = (),
+        saved: Sequence[Variable] = (),
         loops: tuple[Loop, ...] = (),
         flops: float = 0.0,
         causal: bool = False,
-    ) -> tuple[Value, ...]:
+    ) -> tuple[Variable, ...]:
         """As `back`, for a kernel with several outputs."""
         entry = self._current
         assert entry is not None
@@ -244,7 +259,7 @@ class BlockBuilder:
         for like in likes:
             kind = dtype or like.dtype
             tensor_id = self._add(f"{like.tensor_id}.grad", like.shape, like.axes, kind, "activation")
-            made.append(Value(tensor_id, like.shape, like.axes, kind, False))
+            made.append(Variable(tensor_id, like.shape, like.axes, kind, False))
         key = f"{entry.node_id}:{name}"
         index = self._counts.get(f"/{key}", 0)
         self._counts[f"/{key}"] = index + 1
@@ -265,16 +280,27 @@ class BlockBuilder:
         )
         return tuple(made)
 
-    def _kind(self, value: Value) -> str:
+    def _joined(self, value: Variable, gradient: Variable) -> Variable:
+        """The gradient of a shared input added to what the readers behind this block have sent already."""
+        others = Variable(
+            self._add(f"{value.tensor_id}.grad.others", value.shape, value.axes, value.dtype, "input"),
+            value.shape,
+            value.axes,
+            value.dtype,
+            False,
+        )
+        return self.back("elementwise", "accumulate", [others, gradient], value)
+
+    def _kind(self, value: Variable) -> str:
         return self._tensors[value.tensor_id].kind
 
-    def finish(self, kind_id: str, role: str, outputs: Sequence[Value]) -> Block:
+    def finish(self, kind_id: str, role: str, outputs: Sequence[Variable]) -> Block:
         """Derive the backward pass from the gradients of `outputs` and close the block."""
-        gradients: dict[Value, Value] = {}
+        gradients: dict[Variable, Variable] = {}
         for value in outputs:
             if value.grad and self._tensors[value.tensor_id].num_elements > 1:
                 tensor_id = self._add(f"{value.tensor_id}.grad", value.shape, value.axes, value.dtype, "input")
-                gradients[value] = Value(tensor_id, value.shape, value.axes, value.dtype, False)
+                gradients[value] = Variable(tensor_id, value.shape, value.axes, value.dtype, False)
         for entry in reversed(self._tape):
             arrived = [gradients.get(value) for value in entry.outputs]
             scalar = any(value.grad and value.shape == () for value in entry.outputs)
@@ -286,6 +312,9 @@ class BlockBuilder:
                     continue
                 previous = gradients.get(value)
                 gradients[value] = gradient if previous is None else self.back("elementwise", "accumulate", [previous, gradient], value)
+        for value in self._inputs:
+            if value in gradients and value.tensor_id in self._unsaved:
+                gradients[value] = self._joined(value, gradients[value])
         leaves = [(value, gradient.tensor_id) for value, gradient in gradients.items() if self._kind(value) in ("parameter", "input")]
         weights = {f"{value.tensor_id}.grad" for value, _ in leaves if self._kind(value) == "parameter"}
         names = {made: f"{value.tensor_id}.grad" for value, made in leaves if made != f"{value.tensor_id}.grad"}
@@ -313,5 +342,5 @@ def _finished(node: Node, names: dict[str, str], weights: set[str]) -> Node:
     return replace(node, inputs=tuple(names.get(name, name) for name in node.inputs), outputs=outputs, role=role)
 
 
-def _storages(values: Sequence[Value]) -> tuple[str, ...]:
+def _storages(values: Sequence[Variable]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(value.tensor_id for value in values))

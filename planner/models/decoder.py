@@ -5,21 +5,22 @@ Module names are those of transformers 5.24 (models/*/modeling_*.py): `model.emb
 
 from __future__ import annotations
 
-from planner.models import attention, losses, mla, moe, norms, ops
+from planner.models import attention, losses, mla, moe, norms, ops, scores
 from planner.models.assemble import Program
-from planner.models.builder import BlockBuilder, Value
+from planner.models.builder import BlockBuilder, Variable
 from planner.models.spec import ModelSpec
 
 
-def build(program: Program) -> None:
+def build_decoder(program: Program) -> None:
     """Write a rotary decoder: embedding, layers, head with the shifted language-model loss."""
     spec = program.spec
-    flows = program.block("embed", "embedding", "", embedding)
+    flows = program.block("embed", "embedding", "", _embedding)
     for index in range(spec.num_layers):
         sliding = spec.slides(index)
         window = spec.window if sliding and spec.window < program.sequence else 0
         sparse = spec.sparse(index)
-        marks = (("sparse", sparse), ("sliding", bool(window) or (sliding and spec.rope_kinds > 1)), ("frozen_input", not flows))
+        apart = bool(window) or (sliding and (spec.rope_kinds > 1 or spec.attention == "eager"))
+        marks = (("sparse", sparse), ("sliding", apart), ("frozen_input", not flows))
         key = "_".join(["layer", *(mark for mark, holds in marks if holds)])
         flows = program.block(key, "layer", f"model.layers.{index}", _layer, window, sliding, sparse, flows)
     program.block("head", "head", "", causal_head, flows)
@@ -27,7 +28,7 @@ def build(program: Program) -> None:
         program.tie("model.embed_tokens.weight", "lm_head.weight")
 
 
-def embedding(b: BlockBuilder, program: Program) -> tuple[Value, ...]:
+def _embedding(b: BlockBuilder, program: Program) -> tuple[Variable, ...]:
     """Token embedding and the rotary tables that every layer shares."""
     spec = program.spec
     hidden = ops.embedding(b, program.ids(b), "model.embed_tokens", spec.vocab, spec.hidden)
@@ -37,16 +38,18 @@ def embedding(b: BlockBuilder, program: Program) -> tuple[Value, ...]:
         attention.rotary_tables(b, "model.rotary_emb", program.sequence, spec.rope_dim, spec.rope, spec.rope_dtype)
         for _ in range(spec.rope_kinds)
     ]
-    return hidden, *(table for made in tables for table in made)
+    masks = [scores.causal_mask(b, program.batch, program.sequence) for _ in range(program.num_masks)]
+    return hidden, *(table for made in tables for table in made), *masks
 
 
-def _layer(b: BlockBuilder, program: Program, window: int, sliding: bool, sparse: bool, flows: bool) -> tuple[Value, ...]:
+def _layer(b: BlockBuilder, program: Program, window: int, sliding: bool, sparse: bool, flows: bool) -> tuple[Variable, ...]:
     spec = program.spec
     x = program.hidden(b, flows)
     tables = program.tables(b, "_sliding" if sliding and spec.rope_kinds > 1 else "")
     before, after, before_ffn, after_ffn = _NORMS[spec.norm_place]
     y = norm(b, x, before, spec) if before else x
-    y = mla.attend(b, y, spec, tables) if spec.latent else self_attention(b, y, spec, tables, window)
+    mask = program.mask(b, "_sliding" if sliding else "") if spec.attention == "eager" else None
+    y = mla.attend(b, y, spec, tables) if spec.latent else self_attention(b, y, spec, tables, mask, window)
     y = norm(b, y, after, spec) if after else y
     x = ops.add(b, x, y, "")
     y = norm(b, x, before_ffn, spec) if before_ffn else x
@@ -62,7 +65,7 @@ _NORMS = {
 }
 
 
-def norm(b: BlockBuilder, x: Value, module: str, spec: ModelSpec) -> Value:
+def norm(b: BlockBuilder, x: Variable, module: str, spec: ModelSpec) -> Variable:
     """The family's norm."""
     if spec.norm == "olmo":
         wide = norms.layer_norm(b, ops.cast(b, x, module, "fp32"), module, affine=False)
@@ -70,7 +73,9 @@ def norm(b: BlockBuilder, x: Value, module: str, spec: ModelSpec) -> Value:
     return norms.rms_norm(b, x, module, style=spec.norm)
 
 
-def self_attention(b: BlockBuilder, x: Value, spec: ModelSpec, tables: tuple[Value, ...], window: int) -> Value:
+def self_attention(
+    b: BlockBuilder, x: Variable, spec: ModelSpec, tables: tuple[Variable, ...], mask: Variable | None, window: int
+) -> Variable:
     """Grouped-query attention with rotary positions. Gradients of q and k leave the rotation transposed and are copied before the projections' backward."""
     path = "self_attn"
     q, k, v = _projections(b, x, spec)
@@ -79,14 +84,17 @@ def self_attention(b: BlockBuilder, x: Value, spec: ModelSpec, tables: tuple[Val
     turn = attention.rotate_part if spec.fused else attention.rotate_pairs if spec.rope == "chunks" else attention.rotate
     cos, sin = tables
     q, k = (turn(b, value, cos, sin, path) for value in (q, k))
-    v = attention.heads(b, v, spec.kv_heads, "kv_heads")
+    v = attention.heads(b, v, spec.kv_heads, "kv_heads", path, clones=mask is not None)
     sinks = b.parameter(f"{path}.sinks", (spec.heads,), ("heads",), layout="column") if spec.sinks else None
     contiguous = spec.fused or spec.rope == "chunks"
-    out = attention.attention(b, q, k, v, path, causal=True, window=window, sinks=sinks, clones=contiguous)
+    if mask is not None:
+        out = scores.eager_attention(b, q, k, v, mask, path, capped=spec.score_softcap, sinks=sinks)
+        return ops.linear(b, out, f"{path}.o_proj", spec.hidden, bias=spec.output_bias)
+    out = attention.attention(b, q, k, v, path, causal=True, window=window, extra=sinks, clones=contiguous)
     return ops.linear(b, out, f"{path}.o_proj", spec.hidden, bias=spec.output_bias)
 
 
-def _projections(b: BlockBuilder, x: Value, spec: ModelSpec) -> tuple[Value, Value, Value]:
+def _projections(b: BlockBuilder, x: Variable, spec: ModelSpec) -> tuple[Variable, Variable, Variable]:
     widths = (spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, spec.kv_heads * spec.head_dim)
     axes = ("heads", "kv_heads", "kv_heads")
     if spec.fused:
@@ -103,7 +111,7 @@ def _projections(b: BlockBuilder, x: Value, spec: ModelSpec) -> tuple[Value, Val
     return q, k, v
 
 
-def _placed(b: BlockBuilder, x: Value, module: str, spec: ModelSpec, count: int, axis: str) -> Value:
+def _placed(b: BlockBuilder, x: Variable, module: str, spec: ModelSpec, count: int, axis: str) -> Variable:
     """Queries or keys as (batch, heads, sequence, d), normed before (all heads together) or after (each head) the split."""
     path = module.rpartition(".")[0]
     if spec.qk_norm == "full":
@@ -118,7 +126,7 @@ def _placed(b: BlockBuilder, x: Value, module: str, spec: ModelSpec, count: int,
     return b.view(x, (batch, count, sequence, width // count), ("batch", axis, "sequence", ""))
 
 
-def gated_ffn(b: BlockBuilder, x: Value, module: str, spec: ModelSpec, width: int) -> Value:
+def gated_ffn(b: BlockBuilder, x: Variable, module: str, spec: ModelSpec, width: int) -> Variable:
     """down(act(gate(x)) * up(x))."""
     if spec.fused:
         both = ops.linear(b, x, f"{module}.gate_up_proj", 2 * width, "ffn", bias=spec.ffn_bias)
@@ -132,7 +140,7 @@ def gated_ffn(b: BlockBuilder, x: Value, module: str, spec: ModelSpec, width: in
     return ops.linear(b, y, f"{module}.down_proj", spec.hidden, bias=spec.ffn_bias)
 
 
-def _mixture(b: BlockBuilder, x: Value, spec: ModelSpec) -> Value:
+def _mixture(b: BlockBuilder, x: Variable, spec: ModelSpec) -> Variable:
     """Routed experts beside the experts that every token visits (Qwen gates those, before routing; DeepSeek adds them as they are, after)."""
     experts = spec.experts
     assert experts is not None
@@ -146,7 +154,7 @@ def _mixture(b: BlockBuilder, x: Value, spec: ModelSpec) -> Value:
     return ops.add(b, y, ops.mul(b, gate, shared, "mlp"), "mlp")
 
 
-def causal_head(b: BlockBuilder, program: Program, flows: bool) -> tuple[Value, ...]:
+def causal_head(b: BlockBuilder, program: Program, flows: bool) -> tuple[Variable, ...]:
     """Final norm, logits (capped by tanh for Gemma 2) and the shifted cross-entropy."""
     spec = program.spec
     x = norm(b, program.hidden(b, flows), "model.norm", spec)
@@ -154,4 +162,4 @@ def causal_head(b: BlockBuilder, program: Program, flows: bool) -> tuple[Value, 
     if spec.logit_softcap:
         logits = ops.scale(b, logits, "", "div")
         logits = ops.scale(b, ops.activation(b, logits, "", "tanh"), "")
-    return (losses.token_loss(b, logits, program.labels(b), shifts=True),)
+    return (losses.causal_loss(b, logits, program.labels(b)),)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from planner.models import attention, losses, norms, ops
 from planner.models.assemble import Program
-from planner.models.builder import BlockBuilder, Value
+from planner.models.builder import BlockBuilder, Variable
 
 
-def build(program: Program) -> None:
+def build_gpt2(program: Program) -> None:
     """Write GPT-2 with its language-model head."""
     flows = program.block("embed", "embedding", "", _embedding)
     for index in range(program.spec.num_layers):
@@ -18,7 +18,7 @@ def build(program: Program) -> None:
         program.tie("transformer.wte.weight", "lm_head.weight")
 
 
-def _embedding(b: BlockBuilder, program: Program) -> tuple[Value, ...]:
+def _embedding(b: BlockBuilder, program: Program) -> tuple[Variable, ...]:
     spec = program.spec
     tokens = ops.embedding(b, program.ids(b), "transformer.wte", spec.vocab, spec.hidden)
     positions = b.constant("position_ids", (1, program.sequence), ("", "sequence"), "int64", kind="activation")
@@ -26,7 +26,7 @@ def _embedding(b: BlockBuilder, program: Program) -> tuple[Value, ...]:
     return (ops.add(b, tokens, table, "transformer"),)
 
 
-def _layer(b: BlockBuilder, program: Program, flows: bool) -> tuple[Value, ...]:
+def _layer(b: BlockBuilder, program: Program, flows: bool) -> tuple[Variable, ...]:
     spec = program.spec
     x = program.hidden(b, flows)
     batch, sequence, width = x.shape
@@ -42,7 +42,7 @@ def _layer(b: BlockBuilder, program: Program, flows: bool) -> tuple[Value, ...]:
     return (ops.add(b, x, ops.linear(b, y, "mlp.c_proj", width, bias=True, transposed=True), ""),)
 
 
-def _head(b: BlockBuilder, program: Program, flows: bool) -> tuple[Value, ...]:
+def _head(b: BlockBuilder, program: Program, flows: bool) -> tuple[Variable, ...]:
     x = norms.layer_norm(b, program.hidden(b, flows), "transformer.ln_f")
     logits = ops.linear(b, x, "lm_head", program.spec.vocab, "vocab")
-    return (losses.token_loss(b, logits, program.labels(b), shifts=True),)
+    return (losses.causal_loss(b, logits, program.labels(b)),)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from planner.models import attention, norms, ops
-from planner.models.builder import BlockBuilder, Value
+from planner.models.builder import BlockBuilder, Variable
 from planner.models.spec import LatentAttention, ModelSpec
 
 _PATH = "self_attn"
 
 
-def attend(b: BlockBuilder, x: Value, spec: ModelSpec, tables: tuple[Value, ...]) -> Value:
+def attend(b: BlockBuilder, x: Variable, spec: ModelSpec, tables: tuple[Variable, ...]) -> Variable:
     """Queries and keys of nope + rope features a head, values of v_dim, keys and values expanded from one latent a token."""
     latent = spec.latent
     assert latent is not None
@@ -33,7 +33,7 @@ def attend(b: BlockBuilder, x: Value, spec: ModelSpec, tables: tuple[Value, ...]
     return ops.linear(b, out, f"{_PATH}.o_proj", spec.hidden, bias=spec.attention_bias)
 
 
-def _queries(b: BlockBuilder, x: Value, spec: ModelSpec, latent: LatentAttention) -> Value:
+def _queries(b: BlockBuilder, x: Variable, spec: ModelSpec, latent: LatentAttention) -> Variable:
     width = spec.heads * (latent.nope_dim + latent.rope_dim)
     if not latent.q_rank:
         return ops.linear(b, x, f"{_PATH}.q_proj", width, "heads")
@@ -41,7 +41,7 @@ def _queries(b: BlockBuilder, x: Value, spec: ModelSpec, latent: LatentAttention
     return ops.linear(b, norms.rms_norm(b, low, f"{_PATH}.q_a_layernorm"), f"{_PATH}.q_b_proj", width, "heads")
 
 
-def _turned(b: BlockBuilder, x: Value, tables: tuple[Value, ...], spec: ModelSpec) -> Value:
+def _turned(b: BlockBuilder, x: Variable, tables: tuple[Variable, ...], spec: ModelSpec) -> Variable:
     if spec.rope == "complex":
         return attention.rotate_complex(b, x, tables[0], _PATH)
     cos, sin = tables
@@ -49,12 +49,12 @@ def _turned(b: BlockBuilder, x: Value, tables: tuple[Value, ...], spec: ModelSpe
     return turn(b, x, cos, sin, _PATH)
 
 
-def _keys(b: BlockBuilder, nope: Value, rope: Value, shape: tuple[int, ...]) -> Value:
+def _keys(b: BlockBuilder, nope: Variable, rope: Variable, shape: tuple[int, ...]) -> Variable:
     """Plain and rotated features written side by side, the rotated ones broadcast over heads: backward copies both parts out and sums the heads."""
     axes = ("batch", "heads", "sequence", "")
-    spread = Value(rope.tensor_id, (*shape[:3], rope.shape[-1]), axes, rope.dtype, True)
+    spread = Variable(rope.tensor_id, (*shape[:3], rope.shape[-1]), axes, rope.dtype, True)
 
-    def rule(gradient: Value) -> Sequence[Value | None]:
+    def rule(gradient: Variable) -> Sequence[Variable | None]:
         wide = b.back("copy", "clone", [gradient], spread)
         plain = b.back("copy", "clone", [gradient], nope)
         return plain, b.back("reduce", "sum", [wide], rope)
@@ -62,5 +62,5 @@ def _keys(b: BlockBuilder, nope: Value, rope: Value, shape: tuple[int, ...]) -> 
     return b.kernel(_PATH, "copy", "copy_", [nope, rope], [(shape, axes, nope.dtype)], rule)[0]
 
 
-def _parts(x: Value, widths: tuple[int, int]) -> list[tuple[tuple[int, ...], tuple[str, ...]]]:
+def _parts(x: Variable, widths: tuple[int, int]) -> list[tuple[tuple[int, ...], tuple[str, ...]]]:
     return [((*x.shape[:-1], width), x.axes) for width in widths]

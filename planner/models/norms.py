@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from planner.models import ops
-from planner.models.builder import BlockBuilder, Value
+from planner.models.builder import BlockBuilder, Variable
 
 
-def layer_norm(b: BlockBuilder, x: Value, module: str, *, affine: bool = True) -> Value:
+def layer_norm(b: BlockBuilder, x: Variable, module: str, *, affine: bool = True) -> Variable:
     """torch.nn.LayerNorm: one kernel; keeps its input, mean and 1/std (fp32, one a row)."""
     width = x.shape[-1]
     weights = [b.parameter(f"{module}.{name}", (width,), ("",), layout="replicate") for name in ("weight", "bias")] if affine else []
     statistic = ((*x.shape[:-1], 1), (*x.axes[:-1], ""), "fp32")
-    made: list[Value] = []
+    made: list[Variable] = []
 
-    def rule(gradient: Value | None, *_: Value | None) -> Sequence[Value | None]:
+    def rule(gradient: Variable | None, *_: Variable | None) -> Sequence[Variable | None]:
         if gradient is None:
             return (None,) * (1 + len(weights))
         wanted = [value for value in (x, *weights) if value.grad]
@@ -32,14 +32,14 @@ def layer_norm(b: BlockBuilder, x: Value, module: str, *, affine: bool = True) -
     return made[0]
 
 
-def rms_norm(b: BlockBuilder, x: Value, module: str, *, style: str = "llama") -> Value:
+def rms_norm(b: BlockBuilder, x: Variable, module: str, *, style: str = "llama") -> Variable:
     """x / rms(x) * weight, in fp32 inside.
 
     Styles, by what is multiplied in which dtype: "llama" casts down and then scales by the weight; "wide" scales in fp32 and then casts down
     (OLMo 2, gpt-oss); "gemma" scales by 1 + weight in fp32; "t5" multiplies the bf16 input by the fp32 factor.
     """
     width = x.shape[-1]
-    weight = b.parameter(f"{module}.weight", (width,), x.axes[-1:], layout="replicate")
+    weight = b.parameter(f"{module}.weight" if module else "weight", (width,), x.axes[-1:], layout="replicate")
     wide = ops.cast(b, x, module, "fp32")
     square = ops.unary(b, wide, module, "pow", keep="input", backward=("pow", "mul", "mul"))
     factor = ops.unary(b, ops.shift(b, mean(b, square, module), module), module, "rsqrt", keep="result", backward=("pow", "mul", "mul"))
@@ -52,10 +52,10 @@ def rms_norm(b: BlockBuilder, x: Value, module: str, *, style: str = "llama") ->
     return ops.mul(b, weight, ops.cast(b, normal, module, x.dtype), module)
 
 
-def mean(b: BlockBuilder, x: Value, module: str) -> Value:
+def mean(b: BlockBuilder, x: Variable, module: str) -> Variable:
     """Mean over the last dim, kept as size 1: backward is one division that writes the broadcast gradient."""
 
-    def rule(gradient: Value) -> Sequence[Value | None]:
+    def rule(gradient: Variable) -> Sequence[Variable | None]:
         return (b.back("elementwise", "div", [gradient], x),)
 
     return b.kernel(module, "reduce", "mean", [x], [((*x.shape[:-1], 1), (*x.axes[:-1], ""), x.dtype)], rule)[0]

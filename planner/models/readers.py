@@ -31,7 +31,19 @@ def llama(config: Config, name: str) -> ModelSpec:
         ffn_bias=config.flag("mlp_bias", default=False),
         tied=config.flag("tie_word_embeddings", default=False),
         rope_dim=head_dim,
+        attention=attention_kind(config),
     )
+
+
+def attention_kind(config: Config, default: str = "flash", *, known: tuple[str, ...] = ("flash", "eager")) -> str:
+    """ "flash" or "eager" from `attn_implementation`: whether the scores are kept. Raises InputError for one the family's program does not have."""
+    key, value = config.find("attn_implementation", "_attn_implementation")
+    kind = default if value is None else "eager" if value == "eager" else "flash"
+    if kind not in known or not isinstance(value, (str, type(None))):
+        raise config.fail(
+            key, f"{value!r} is not supported for this family", "use sdpa, and Strategy.flash_attention=False for kept scores"
+        )
+    return kind
 
 
 def mistral(config: Config, name: str) -> ModelSpec:
@@ -62,11 +74,15 @@ def _qwen(config: Config, name: str) -> ModelSpec:
 def gemma2(config: Config, name: str) -> ModelSpec:
     """Gemma 2: norms around both halves, scaled embeddings, capped scores and logits, every other layer slides."""
     spec = _gemma(config, name)
+    kind = attention_kind(config, "eager")
+    capped = _present(config, "attn_logit_softcapping", default=True)
     default = tuple(index % 2 == 0 for index in range(spec.num_layers))
     return replace(
         spec,
         windowed=_windowed(config, spec, default),
-        notes=_assumed(_present(config, "attn_logit_softcapping", default=True), "soft-capped scores"),
+        score_softcap=capped,
+        attention=kind,
+        notes=_assumed(kind, "soft-capped scores"),
         logit_softcap=_present(config, "final_logit_softcapping", default=True),
     )
 
@@ -149,12 +165,15 @@ def _present(config: Config, key: str, *, default: bool) -> bool:
     return config.values[key] is not None and config.number(key, default=0.0) > 0.0
 
 
-def _assumed(needed: bool, feature: str) -> tuple[str, ...]:
-    """The note that goes with a family whose attention PyTorch's own kernel cannot run."""
-    text = (
-        f"attention is priced as a flash kernel with {feature} (flash-attn or FlexAttention); transformers' eager default keeps the scores"
+def _assumed(kind: str, feature: str) -> tuple[str, ...]:
+    """What to say about a family whose attention PyTorch's own kernel cannot run."""
+    if kind == "eager":
+        return (
+            f"attention keeps its scores, as transformers does by default for {feature}; attn_implementation flash_attention_2 avoids it",
+        )
+    return (
+        f"attention is priced as a flash kernel that knows {feature} (flash-attn, FlexAttention); transformers' default keeps the scores",
     )
-    return (text,) if needed else ()
 
 
 def mixtral(config: Config, name: str) -> ModelSpec:
@@ -182,6 +201,7 @@ def qwen3_moe(config: Config, name: str) -> ModelSpec:
 def gpt_oss(config: Config, name: str) -> ModelSpec:
     """gpt-oss: attention sinks, biases everywhere, clamped gates, alternating windows."""
     bias = config.flag("attention_bias", default=True)
+    kind = attention_kind(config, "eager")
     spec = replace(llama(Config({"head_dim": 64, **config.values}, config.where), name), attention_bias=bias, output_bias=bias)
     experts = _experts(config, ffn=spec.ffn, normalized=False)
     default = tuple(index % 2 == 0 for index in range(spec.num_layers))
@@ -193,7 +213,8 @@ def gpt_oss(config: Config, name: str) -> ModelSpec:
         window=config.integer("sliding_window", default=128, least=0),
         windowed=_windowed(config, spec, default),
         experts=replace(experts, router="top_k", biases=True),
-        notes=_assumed(True, "sinks"),
+        attention=kind,
+        notes=_assumed(kind, "sinks"),
     )
 
 
@@ -215,6 +236,7 @@ def deepseek_v3(config: Config, name: str) -> ModelSpec:
 
 
 def _deepseek(config: Config, name: str, router: str) -> ModelSpec:
+    attention_kind(config, known=("flash",))
     spec = llama(Config({**config.values, "head_dim": config.integer("qk_rope_head_dim")}, config.where), name)
     width = config.integer("moe_intermediate_size")
     experts = _experts(config, ffn=width, normalized=config.flag("norm_topk_prob", default=True))

@@ -102,7 +102,7 @@ def _short(name: str) -> str:
     return path.resolve().parent.name if path.name == "config.json" else path.stem if path.suffix == ".json" else name
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Row:
     name: str
     config: Mapping[str, object]
@@ -111,7 +111,7 @@ class _Row:
 def _registry() -> dict[str, _Row]:
     """Rows of registry.json under the key of their name and of every alias."""
     rows = json.loads(files("planner.models").joinpath("registry.json").read_text(encoding="utf-8"))["models"]
-    return {_key(label): _Row(row["name"], row["config"]) for row in rows for label in (row["name"], *row["aliases"])}
+    return {_key(label): _Row(name=row["name"], config=row["config"]) for row in rows for label in (row["name"], *row["aliases"])}
 
 
 def _key(label: str) -> str:

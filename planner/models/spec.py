@@ -73,7 +73,8 @@ class ModelSpec:
     rope_dtype: dtype of the tables. embedding_scale: embeddings are multiplied by sqrt(hidden). fused: one matmul makes q, k, v and one gate, up.
     qk_norm: "", "head" (a norm per head), "head_transposed" (the same after the transposition), "full" (over all heads).
     attention_bias: of q, k, v; output_bias: of the output projection; ffn_bias, head_bias. tied: the head shares the embedding.
-    sinks: learned logits that join the softmax. lora_rank > 0: adapters on the linear modules named in lora_targets, the rest frozen.
+    sinks: learned logits that join the softmax; score_softcap, logit_softcap: c tanh(x / c). attention: "flash" (one fused kernel) or "eager"
+    (kept scores). lora_rank > 0: adapters on the linear modules named in lora_targets, the rest frozen.
     """
 
     name: str
@@ -108,6 +109,8 @@ class ModelSpec:
     type_vocab: int = 0
     position_buckets: int = 0
     sinks: bool = False
+    score_softcap: bool = False
+    attention: str = "flash"
     logit_softcap: bool = False
     experts: Experts | None = None
     latent: LatentAttention | None = None
