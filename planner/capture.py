@@ -19,6 +19,7 @@ from costmodel.errors import AutoplanError, InputError
 from planner.capture_atoms import Leaves
 from planner.capture_axes import Axes, understand
 from planner.capture_blocks import Scale, layer_block
+from planner.capture_ledger import open_ledger
 from planner.capture_model import Call, fake_parameters, find_blocks, prepare_call, readable_masks, refusal
 from planner.capture_rest import Rest, inputs_of, trace_rest
 from planner.capture_roles import Roles
@@ -58,40 +59,40 @@ def capture(
     if dtype not in _DTYPES:
         raise InputError(f"dtype is {dtype!r}", where="capture.dtype", remedy="use bf16, fp16, fp32, or '' for the module's own")
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    try:
-        with readable_masks(), fake_parameters(module, mode, _DTYPES[dtype]):
+    with readable_masks(), fake_parameters(module, mode, _DTYPES[dtype]):
+        try:
             call = prepare_call(
                 module, mode, batch=batch, sequence=sequence, example_inputs=example_inputs, loss_fn=loss_fn, dtype=_DTYPES[dtype]
             )
-            return _graph(module, mode, call, sequence, name or _name(module), fused_kernels)
-    except AutoplanError:
-        raise
-    except Exception as error:
-        raise refusal(error, module) from error
+            with mode, Kernels(fused_kernels):
+                calls = survey(lambda: module(*call.args, **call.kwargs), find_blocks(module))
+                rest = trace_rest(module, calls, call.named, lambda: call.loss(module(*call.args, **call.kwargs)))
+                firsts = {item.signature: item for item in reversed(calls)}
+                traces = {item.signature: _trace_block(item) for item in calls if firsts[item.signature] is item}
+        except AutoplanError:
+            raise
+        except Exception as error:
+            raise refusal(error, module) from error
+        return _graph(module, call, calls, rest, traces, sequence, name or _name(module))
 
 
 def _name(module: nn.Module) -> str:
     return str(getattr(getattr(module, "config", None), "name_or_path", "") or type(module).__name__)
 
 
-def _graph(module: nn.Module, mode: FakeTensorMode, call: Call, sequence: int, name: str, fused_kernels: bool) -> Graph:
-    with mode, Kernels(fused_kernels):
-        calls = survey(lambda: module(*call.args, **call.kwargs), find_blocks(module))
-        rest = trace_rest(module, calls, call.named, lambda: call.loss(module(*call.args, **call.kwargs)))
-        firsts: dict[int, BlockCall] = {}
-        for item in calls:
-            firsts.setdefault(item.signature, item)
-        traces = {signature: _trace_block(item) for signature, item in firsts.items()}
+def _graph(module: nn.Module, call: Call, calls: list[BlockCall], rest: Rest, traces: dict[int, Trace], sequence: int, name: str) -> Graph:
     notes = _check([rest.trace, *traces.values()], module)
     compute = str(next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32))[6:]
     scale = Scale(traced_batch=call.traced_batch, batch=call.batch, compute=compute)
     axes = understand(rest.trace)
     batch, tokens = _seeds(rest.trace, axes, call.traced_batch)
     roles = Roles(axes, rest.trace.records, batch=batch, sequence=tokens, residual=[], tokens=_ids(rest.trace), divide=False)
-    shared = _shared(calls, rest, traces)
+    ledger = open_ledger(calls, rest, traces)
     kinds: dict[int, Block] = {}
-    for signature, first in firsts.items():
-        trace, mark = traces[signature], rest.marks[calls.index(first)]
+    heads = (0, 0)
+    for signature, trace in traces.items():
+        first = next(item for item in calls if item.signature == signature)
+        mark = rest.marks[calls.index(first)]
         block_axes = understand(trace)
         block_roles = _block_roles(trace, block_axes, list(inputs_of(mark)), axes, roles)
         tokens += [
@@ -101,11 +102,15 @@ def _graph(module: nn.Module, mode: FakeTensorMode, call: Call, sequence: int, n
             if block_roles.axis(dim) == "sequence"
         ]
         kind_id = _kind_id(first, kinds)
-        unsaved, kept = _borders(signature, calls, rest, trace, shared)
-        kinds[signature] = layer_block(trace, block_axes, block_roles, scale, kind_id=kind_id, role="layer", unsaved=unsaved, kept=kept)
+        heads = max(heads, (block_roles.num_heads, block_roles.num_kv_heads))
+        kinds[signature] = layer_block(
+            trace, block_axes, block_roles, scale, kind_id=kind_id, role="layer",
+            unsaved=ledger.unsaved[signature], kept=ledger.kept[signature],
+        )  # fmt: skip
     roles = Roles(axes, rest.trace.records, batch=batch, sequence=tokens, residual=[], tokens=_ids(rest.trace), divide=not calls)
-    segments = write_segments(rest, len(calls), axes, roles, scale, shared)
-    return _assemble(module, calls, kinds, segments, notes, call.batch, sequence, name)
+    segments = write_segments(rest, len(calls), axes, roles, scale, ledger)
+    heads = heads if calls else (roles.num_heads, roles.num_kv_heads)
+    return _assemble(module, calls, kinds, segments, notes, call.batch, sequence, name, heads)
 
 
 def _trace_block(call: BlockCall) -> Trace:
@@ -150,26 +155,6 @@ def _kind_id(call: BlockCall, known: dict[int, Block]) -> str:
     return f"{base}#{count}" if count else base
 
 
-def _shared(calls: list[BlockCall], rest: Rest, traces: dict[int, Trace]) -> Counter[int]:
-    """How many block calls keep each tensor that crosses a border (by its storage outside): one reader counts it itself, several leave it to its maker."""
-    readers: Counter[int] = Counter()
-    for call, mark in zip(calls, rest.marks, strict=True):
-        trace = traces[call.signature]
-        kept = set(trace.saved)
-        readers.update(outer.storage for outer, inner in zip(inputs_of(mark), trace.inputs.values(), strict=True) if inner.storage in kept)
-    return readers
-
-
-def _borders(
-    signature: int, calls: list[BlockCall], rest: Rest, trace: Trace, readers: Counter[int]
-) -> tuple[frozenset[str], frozenset[int]]:
-    """Inputs that others count for this kind, and positions of outputs that it counts for several readers."""
-    marks = [mark for call, mark in zip(calls, rest.marks, strict=True) if call.signature == signature]
-    unsaved = {name for position, name in enumerate(trace.inputs) if all(readers[inputs_of(mark)[position].storage] > 1 for mark in marks)}
-    kept = {place for place in range(len(marks[0].outputs)) if all(readers[mark.outputs[place].storage] > 1 for mark in marks)}
-    return frozenset(unsaved), frozenset(kept)
-
-
 def _check(traces: list[Trace], module: nn.Module) -> tuple[str, ...]:
     """Raise when nothing is trained by a loss that should train something; note parameters that are used and get no gradient."""
     silent: list[str] = []
@@ -189,7 +174,7 @@ def _check(traces: list[Trace], module: nn.Module) -> tuple[str, ...]:
 
 def _assemble(
     module: nn.Module, calls: list[BlockCall], kinds: dict[int, Block], segments: dict[int, Block], notes: tuple[str, ...],
-    batch: int, sequence: int, name: str,
+    batch: int, sequence: int, name: str, heads: tuple[int, int],
 ) -> Graph:  # fmt: skip
     layers: list[Layer] = []
     for index in range(len(calls) + 1):
@@ -197,13 +182,10 @@ def _assemble(
             layers.append(Layer(path=segments[index].kind_id, kind_id=segments[index].kind_id))
         if index < len(calls):
             layers.append(Layer(path=calls[index].path, kind_id=kinds[calls[index].signature].kind_id))
-    blocks = (*segments.values(), *kinds.values())
+    known = {block.kind_id: block for block in (*segments.values(), *kinds.values())}
+    blocks = tuple(known[kind_id] for kind_id in dict.fromkeys(layer.kind_id for layer in layers))
     parameters = dict(module.named_parameters())
     experts = _experts(blocks)
-    attention = [node for block in kinds.values() for node in block.nodes if node.op == "attention"] or [
-        node for block in blocks for node in block.nodes if node.op == "attention"
-    ]
-    heads = {loop.name: loop.size for loop in attention[0].loops} if attention else {}
     repeats = Counter(layer.kind_id for layer in layers)
     total = sum(p.numel() for p in parameters.values())
     inactive = sum(t.num_elements * repeats[b.kind_id] for b in blocks for t in b.parameters if experts[0] and t.axes[:1] == ("experts",))
@@ -214,7 +196,7 @@ def _assemble(
         name=name, batch=batch, sequence=sequence, kinds=blocks, layers=tuple(layers), tied=_tied(module), num_parameters=total,
         num_trainable_parameters=sum(p.numel() for p in parameters.values() if p.requires_grad),
         num_active_parameters=total - inactive + (inactive * experts[1] // experts[0] if experts[0] else 0),
-        num_experts=experts[0], top_k=experts[1], num_heads=heads.get("heads", 0), num_kv_heads=heads.get("kv_heads", 0),
+        num_experts=experts[0], top_k=experts[1], num_heads=heads[0], num_kv_heads=heads[1],
         vocab_size=max(vocab, default=0), notes=notes,
     )  # fmt: skip
 

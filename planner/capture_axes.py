@@ -252,7 +252,6 @@ def _cat(axes: Axes, record: Record) -> None:
         source = axes.dims(largest)[where]
         lead = [axes.atoms.fresh(len(parts))]
         dims[where] = [*lead, *dims[where]] if equal else [axes.atoms.fresh(out.shape[where], source[0] if source else None)]
-        axes.whole.append(lead)
     axes.define(out, dims)
 
 

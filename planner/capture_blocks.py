@@ -17,7 +17,10 @@ from planner.capture_roles import Roles
 from planner.capture_trace import Record, Strided, Trace
 from planner.graph import Block, Node, Tensor
 
-_DTYPES = {"float32": "fp32", "float64": "fp64", "float16": "fp16", "bfloat16": "bf16", "float8_e4m3fn": "fp8", "float8_e5m2": "fp8"}
+_DTYPES = {
+    "float32": "fp32", "float64": "fp64", "float16": "fp16", "bfloat16": "bf16", "float8_e4m3fn": "fp8", "float8_e5m2": "fp8",
+    "complex64": "fp64", "complex32": "fp32", "uint16": "int16", "uint32": "int32", "uint64": "int64",
+}  # fmt: skip
 _MATMULS = ("gemm", "grouped_gemm", "conv")
 
 

@@ -41,7 +41,8 @@ class Roles:
         self.heads = (self._set(axes.heads) | self._set(matmul.batch for matmul in pairs)) - tokens_axes
         whole = self._set([*axes.whole, *residual, *(matmul.k for matmul in pairs)]) | tokens_axes | self.vocab
         self.divided = self._divided(whole) if divide else frozenset()
-        self.num_heads = max((self._heads_in(matmul.n) for matmul in self._weighted), default=0)
+        counts = {self._heads_in(dim) for dim in (*(matmul.n for matmul in self._weighted), *axes.heads)} - {0}
+        self.num_heads, self.num_kv_heads = max(counts, default=0), min(counts, default=0)
 
     def _set(self, dims: Iterable[Leaves]) -> frozenset[int]:
         return frozenset(leaf for dim in dims for leaf in self._axes.atoms.leaves(dim))
@@ -77,20 +78,23 @@ class Roles:
         for matmul in self._weighted:
             size = prod(map(self._axes.atoms.size, [*leaves(matmul.n), *leaves(matmul.k), *leaves(matmul.groups)]))
             for dim in (matmul.n, matmul.k):
-                stake.update(dict.fromkeys(self._major(dim, candidates), size))
+                stake.update(dict.fromkeys(self._major(dim, candidates, whole), size))
         lead = set(stake)
         for leaf, _ in sorted(stake.items(), key=lambda item: (-item[1], item[0])):
             for matmul in self._weighted:
                 if leaf not in lead:
                     break
-                major = {found for dim in (matmul.n, matmul.k) for found in self._major(dim, lead)}
+                major = {found for dim in (matmul.n, matmul.k) for found in self._major(dim, lead, whole)}
                 if leaf in major:
                     lead -= {other for other in major if other != leaf and (stake[other], -other) < (stake[leaf], -leaf)}
         return frozenset(lead)
 
-    def _major(self, dim: Leaves, candidates: Iterable[int]) -> list[int]:
-        """The first candidate among the factors of `dim`."""
-        return [leaf for leaf in self._axes.atoms.leaves(dim) if leaf in candidates][:1]
+    def _major(self, dim: Leaves, candidates: Iterable[int], whole: frozenset[int]) -> list[int]:
+        """The first factor of `dim` that is no mere stack of parts (q, k and v in one weight), when it is a candidate."""
+        for leaf in self._axes.atoms.leaves(dim):
+            if leaf in candidates or leaf in whole:
+                return [leaf] if leaf in candidates else []
+        return []
 
     def _heads_in(self, dim: Leaves) -> int:
         found = [leaf for leaf in self._axes.atoms.leaves(dim) if leaf in self.heads]

@@ -2,35 +2,40 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 
 from planner.capture_axes import Axes
 from planner.capture_blocks import BlockWriter, Scale
+from planner.capture_ledger import Ledger
 from planner.capture_rest import Rest
 from planner.capture_roles import Roles
 from planner.capture_trace import Strided
 from planner.graph import Block
 
 
-def write_segments(rest: Rest, num_blocks: int, axes: Axes, roles: Roles, scale: Scale, readers: Counter[int]) -> dict[int, Block]:
+def write_segments(rest: Rest, num_blocks: int, axes: Axes, roles: Roles, scale: Scale, ledger: Ledger) -> dict[int, Block]:
     """Blocks by the index of the block call before which they run. A seam without parameters of its own joins the segment before it."""
     trace = rest.trace
-    owner = _owners(rest, num_blocks)
+    joined = _joined(rest, num_blocks)
+    owner = [joined[segment] for segment in rest.segment_of]
     blocks: dict[int, Block] = {}
+    counted: set[int] = set()
     for segment in sorted(set(owner)):
         members = [index for index, found in enumerate(owner) if found == segment]
         if not any(trace.records[index].kernel for index in members) and segment != num_blocks:
             continue
         role = "layer" if num_blocks == 0 else "head" if segment == num_blocks else "embedding"
         kind_id = {"layer": "model", "head": "head", "embedding": "embed"}[role] + (f"#{segment}" if 0 < segment < num_blocks else "")
-        blocks[segment] = _Segment(rest, members, BlockWriter(trace, axes, roles, scale), readers, last=segment == num_blocks).write(
-            kind_id, role
-        )
+        orphans = [value for after, values in ledger.orphans.items() if joined[after] == segment for value in values]
+        writer = BlockWriter(trace, axes, roles, scale)
+        part = _Segment(rest, members, writer, ledger, orphans=orphans, counted=frozenset(counted), last=segment == num_blocks)
+        blocks[segment] = part.write(kind_id, role)
+        counted.update(part.kept)
     return blocks
 
 
-def _owners(rest: Rest, num_blocks: int) -> list[int]:
+def _joined(rest: Rest, num_blocks: int) -> list[int]:
+    """The segment that each segment becomes part of."""
     storages = {value.storage for value in rest.trace.parameters.values()}
     keeps = {0, num_blocks}
     for record, segment in zip(rest.trace.records, rest.segment_of, strict=True):
@@ -40,14 +45,26 @@ def _owners(rest: Rest, num_blocks: int) -> list[int]:
     for segment in range(num_blocks + 1):
         current = segment if segment in keeps else current
         joined.append(current)
-    return [joined[segment] for segment in rest.segment_of]
+    return joined
 
 
 class _Segment:
     """One segment being written: what it takes from outside gets a name when it is first read."""
 
-    def __init__(self, rest: Rest, members: list[int], writer: BlockWriter, readers: Counter[int], *, last: bool) -> None:
-        self._trace, self._rest, self._members, self._writer, self._readers, self._last = rest.trace, rest, members, writer, readers, last
+    def __init__(
+        self,
+        rest: Rest,
+        members: list[int],
+        writer: BlockWriter,
+        ledger: Ledger,
+        *,
+        orphans: list[Strided],
+        counted: frozenset[int],
+        last: bool,
+    ) -> None:
+        self._trace, self._members, self._writer, self._readers, self._last = rest.trace, members, writer, ledger.readers, last
+        self._orphans, self._counted = orphans, counted
+        self.kept: list[int] = []
         self._inputs: list[str] = []
         self._made = {v.storage for i in members if not self._trace.records[i].view for v in self._trace.records[i].outputs if self._own(i)}
 
@@ -114,7 +131,10 @@ class _Segment:
                 self._writer.tensor(value, buffer, "buffer")
                 continue
             given = next((name for name, known in self._trace.inputs.items() if known.storage == value.storage), None)
-            self._inputs.append(self._writer.tensor(value, self._free(given or "hidden_states"), "input"))
+            self._take(value, given or "hidden_states")
+
+    def _take(self, value: Strided, name: str) -> None:
+        self._inputs.append(self._writer.tensor(value, self._free(name), "input"))
 
     def _outputs(self) -> list[str]:
         """What later segments, blocks or the caller read."""
@@ -131,15 +151,19 @@ class _Segment:
                 yield from (value.storage for value in self._trace.records[index].outputs)
 
     def _saved(self) -> list[str]:
-        """What autograd keeps here: not what one block reads and counts itself, but what several blocks read."""
+        """What autograd keeps here and no block or earlier segment counts, and what this segment counts for several blocks."""
         found = []
         made = set(self._storages())
-        for storage in dict.fromkeys((*self._trace.saved, *(s for s, count in self._readers.items() if count > 1 and s in made))):
+        for value in self._orphans:
+            if self._writer.name(value.storage) is None:
+                self._take(value, "hidden_states")
+        shared = [storage for storage, count in self._readers.items() if count > 1 and storage in made]
+        for storage in dict.fromkeys((*self._trace.saved, *shared, *(value.storage for value in self._orphans))):
             name = self._writer.name(storage)
-            if name is None or self._writer.tensors[name].kind not in ("activation", "input"):
-                continue
-            if not (storage in made and self._readers[storage] == 1):
+            mine = name is not None and self._writer.tensors[name].kind in ("activation", "input") and storage not in self._counted
+            if name is not None and mine and not (storage in made and self._readers[storage] == 1):
                 found.append(name)
+                self.kept.append(storage)
         return found
 
     def _leaving(self) -> list[tuple[str, Strided]]:

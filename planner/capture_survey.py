@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from planner.capture_trace import issue
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BlockCall:
@@ -76,7 +78,7 @@ class _Fingerprint(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.hashes: list[int] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        out = issue(func, args, kwargs or {})
         if self.hashes and func is not torch.ops.prim.device.default:
             made = tuple(_describe(item) for item in (out if isinstance(out, list | tuple) else (out,)))
             given = tuple(_describe(item) for item in args) + tuple(_describe(item) for item in (kwargs or {}).values())

@@ -77,6 +77,14 @@ class Trace:
     grads: dict[str, Strided]
 
 
+def issue(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run an operator on fake tensors. FakeTensor knows grouped matmuls in bf16 only; their shapes are the same in every dtype."""
+    if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
+        made = func(args[0].to(torch.bfloat16), args[1].to(torch.bfloat16), *args[2:], **kwargs)
+        return torch.empty_strided(made.shape, made.stride(), dtype=args[0].dtype)
+    return func(*args, **kwargs)
+
+
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Collects Records. Names modules by `paths` (id of module -> path); `pause` hides operators that are ours."""
 
@@ -93,7 +101,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._modules: dict[int, str] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        out = issue(func, args, kwargs or {})
         if not self.paused and func is not torch.ops.prim.device.default:
             self._record(func, args, kwargs or {}, out)
         return out
@@ -245,7 +253,10 @@ def trace_call(module: nn.Module, inputs: dict[str, Tensor], call: Callable[[dic
     recorder = Recorder({id(child): path for path, child in module.named_modules() if path})
     parameters = dict(module.named_parameters())
     with recorder.recording():
-        outputs = [out for out in call(inputs) if not any(out is tensor for tensor in inputs.values())]
+        outputs: list[Tensor] = []
+        for out in call(inputs):
+            if not any(out is known for known in (*inputs.values(), *outputs)):
+                outputs.append(out)
         targets: dict[str, Tensor] = {name: p for name, p in parameters.items() if p.requires_grad}
         targets |= {f"input:{name}": tensor for name, tensor in inputs.items() if tensor.requires_grad}
         gradients = differentiate(recorder, [out for out in outputs if out.requires_grad], targets)
