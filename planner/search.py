@@ -35,11 +35,11 @@ METHOD = "best-first branch and bound"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """What a branch or strategy cannot beat: seconds per step and bytes on the fullest device. `binding` says what the bytes are."""
+    """What a branch or strategy cannot beat: seconds per step and bytes on the fullest device. `reason` says it when the bytes are too many."""
 
     step_s: float
     peak_bytes: float
-    binding: str = "parameters, gradients and optimizer states"
+    reason: str = "the peak does not fit"
 
 
 class Pricer(Protocol):
@@ -172,7 +172,7 @@ class _Search:
             self.push(max(least, self.key(bound)), _Open(branch=branch, tight=tight))
         else:
             what = describe(next(branch.strategies()))
-            self.reject(f"{what}: at least {format_bytes(bound.peak_bytes)}", f"{bound.binding} alone do not fit", branch.options.count)
+            self.reject(f"{what}: at least {format_bytes(bound.peak_bytes)}", bound.reason, branch.options.count)
 
     def push_chain(self, chain: tuple[Strategy, ...], least: float) -> None:
         """Push what is left of `chain` after the members that cannot fit: the first may, the rest is bisected."""
@@ -182,7 +182,7 @@ class _Search:
         if not self.fits(bound.peak_bytes):
             skipped, bound = self.first_fit(chain, bound)
             what = f"{describe(chain[0])}: at least {format_bytes(bound.peak_bytes)}" if skipped == len(chain) else describe(chain[0])
-            self.reject(what, f"{bound.binding} alone do not fit" if skipped == len(chain) else "too little recompute to fit", skipped)
+            self.reject(what, bound.reason if skipped == len(chain) else "too little recompute to fit", skipped)
             chain = chain[skipped:]
         if chain:
             self.push(max(least, self.key(bound)), _Open(chain=chain))

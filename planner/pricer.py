@@ -1,0 +1,126 @@
+"""The pricer of real problems: bounds from lowered blocks, estimates from planner.pricing. One object a search; its caches live and die with it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import product
+
+from costmodel.blocks import Machine, price_block
+from costmodel.estimate import Estimate, StageMemory
+from costmodel.memory import stage_memories, usable_bytes
+from costmodel.schedule import actions
+from costmodel.simulate import COMPILED_LAUNCH_FRAC
+from costmodel.work import BlockWork, StepWork
+from planner.bounds import chunk_bound_s, ideal_s, split_bound_s, states_bytes
+from planner.lower import LoweringCache, division_of, lower, lower_block
+from planner.pricing import estimate_graph
+from planner.problem import Problem
+from planner.search import Bound
+from planner.space import Branch
+from planner.strategy import Strategy
+from planner.validity import check
+
+STATES = "parameters, gradients and optimizer states alone do not fit"
+
+
+class GraphPricer:
+    """Prices strategies of one problem (planner.search.Pricer)."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.usable_bytes = usable_bytes(problem.cluster.pool)
+        self.cache = LoweringCache()
+        self._ideal_s = ideal_s(problem.graph, problem.job, problem.cluster.pool.device, problem.cluster.num_devices)
+        self._blocks: dict[int, tuple[BlockWork, tuple[tuple[float, int], tuple[float, int]]]] = {}
+        self._totals: dict[object, float] = {}
+
+    def bound_branch(self, branch: Branch) -> Bound:
+        """Flops at peak, the pipeline's least bubble, and the states alone."""
+        problem, mesh = self.problem, branch.mesh
+        micro_batches = self._num_micro_batches(branch)
+        one = self._ideal_s * mesh.pp / micro_batches
+        step_s = split_bound_s(one, micro_batches, mesh.pp, interleaved=_interleaves(branch))
+        return Bound(step_s=step_s, peak_bytes=states_bytes(problem.graph, problem.job, problem.engine, branch), reason=STATES)
+
+    def tighten_branch(self, branch: Branch) -> Bound:
+        """The same with every kernel and blocking collective priced, under the cheapest technique and no recompute."""
+        coarse = self.bound_branch(branch)
+        total_s = min(
+            (
+                self._total_s(branch, parallel, kind)
+                for parallel, kind in product(branch.options.sequence_parallel, branch.options.cp_kinds)
+            ),
+        )
+        step_s = split_bound_s(total_s, self._num_micro_batches(branch), branch.mesh.pp, interleaved=_interleaves(branch))
+        return Bound(step_s=max(coarse.step_s, step_s), peak_bytes=coarse.peak_bytes, reason=STATES)
+
+    def bound(self, strategy: Strategy) -> Bound:
+        """chunk_bound_s of the lowered chunks, and the peak under the first few micro-batches (later ones repeat them)."""
+        problem = self.problem
+        check(problem.graph, problem.cluster, problem.job, strategy, problem.engine)
+        step = lower(problem.graph, problem.job, strategy, problem.engine, self.cache)
+        machine = Machine.of(problem.cluster.pool, step.mesh)
+        chunks = [(stage.rank_index, self._chunk_s(stage.blocks, machine, compiled=step.compiled)) for stage in step.stages]
+        step_s = chunk_bound_s(chunks, step.num_micro_batches, (0.0,) * step.mesh.pp)
+        fullest = max(self._memories(step), key=lambda stage: stage.peak_bytes)
+        largest = max(fullest.classes, key=lambda line: line.amount).name.replace("_", " ")
+        return Bound(step_s=step_s, peak_bytes=fullest.peak_bytes, reason=f"the peak does not fit, {largest} most of it")
+
+    def estimate(self, strategy: Strategy) -> Estimate:
+        """planner.pricing.estimate_graph with this pricer's cache."""
+        problem = self.problem
+        return estimate_graph(problem.graph, problem.cluster, problem.job, strategy, problem.engine, self.cache)
+
+    def _num_micro_batches(self, branch: Branch) -> int:
+        return self.problem.job.global_batch // (branch.mesh.dp * branch.micro_batch)
+
+    def _memories(self, step: StepWork) -> tuple[StageMemory, ...]:
+        problem, schedule = self.problem, step.schedule if step.mesh.pp > 1 else "none"
+        enough = step.num_micro_batches if schedule == "gpipe" else min(step.num_micro_batches, 2 * step.mesh.pp)
+        orders = actions(schedule, pp=step.mesh.pp, vpp=step.vpp, num_micro_batches=enough)
+        return stage_memories(step, problem.engine, problem.cluster.pool, orders)
+
+    def _chunk_s(self, blocks: Iterable[tuple[BlockWork, int]], machine: Machine, *, compiled: bool) -> float:
+        """One micro-batch forward and backward: the device's seconds, or the host's when it dispatches slower (costmodel.simulate)."""
+        launch_s = self.problem.engine.launch_s * (COMPILED_LAUNCH_FRAC if compiled else 1.0)
+        device = [0.0, 0.0]
+        host = [0.0, 0.0]
+        for block, repeat in blocks:
+            for i, (seconds, kernels) in enumerate(self._phases(block, machine)):
+                device[i] += repeat * seconds
+                host[i] += repeat * kernels * launch_s
+        serial = machine.pool.device.kind == "cpu"
+        return sum(mine + theirs if serial else max(mine, theirs) for mine, theirs in zip(device, host, strict=True))
+
+    def _phases(self, block: BlockWork, machine: Machine) -> tuple[tuple[float, int], tuple[float, int]]:
+        """(seconds, kernels) forward and backward. They depend on the block and the mesh axes it was lowered for, so the block object is
+        the key (kept here, so that its id stays its own)."""
+        found = self._blocks.get(id(block))
+        if found is None:
+            forward, backward = price_block(block, machine)
+            found = (block, ((forward.device_s, forward.num_kernels), (backward.device_s, backward.num_kernels)))
+            self._blocks[id(block)] = found
+        return found[1]
+
+    def _total_s(self, branch: Branch, sequence_parallel: bool, cp_kind: str) -> float:
+        """One micro-batch through all layers, without recompute, pipeline or ZeRO."""
+        problem, graph = self.problem, self.problem.graph
+        strategy = replace(next(branch.strategies()), sequence_parallel=sequence_parallel, cp_kind=cp_kind)
+        division = division_of(graph, problem.job, strategy)
+        found = self._totals.get(division)
+        if found is None:
+            counts = Counter(layer.kind_id for layer in graph.layers)
+            cache = self.cache.of(graph)
+            blocks = [
+                (lower_block(block, "none", division, problem.job, strategy, problem.engine, cache), counts[block.kind_id])
+                for block in graph.kinds
+            ]
+            machine = Machine.of(problem.cluster.pool, strategy.mesh)
+            found = self._totals[division] = self._chunk_s(blocks, machine, compiled=strategy.compile)
+        return found
+
+
+def _interleaves(branch: Branch) -> bool:
+    return any(vpp > 1 for _, vpp in branch.options.schedules)

@@ -1,0 +1,65 @@
+"""Problem: one graph to train on one cluster under one engine, and how each kind of input becomes one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from os import PathLike
+from typing import TYPE_CHECKING
+
+from costmodel.engine import Engine
+from costmodel.hardware import Cluster
+from planner.graph import Graph
+from planner.job import Job
+from planner.lower import storage_dtype
+from planner.models import ModelSpec, resolve, spec_graph
+from planner.restrict import Restrictions
+from planner.space import Extents, Space, require_homogeneous
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    Model = str | PathLike[str] | Mapping[str, object] | ModelSpec | Graph | nn.Module
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """What is to be planned: `model` is the user's name for it, `spec` is None when it came as a graph or an nn.Module."""
+
+    model: str
+    graph: Graph
+    cluster: Cluster
+    job: Job
+    engine: Engine
+    spec: ModelSpec | None = None
+
+    def __post_init__(self) -> None:
+        require_homogeneous(self.cluster)
+
+    def space(self, restrictions: Restrictions) -> Space:
+        """The strategies that may be chosen."""
+        extents = Extents.of(self.graph)
+        return Space(extents=extents, cluster=self.cluster, job=self.job, engine=self.engine, restrictions=restrictions)
+
+    def assumptions(self) -> tuple[str, ...]:
+        """What was assumed while reading the inputs, without repeats."""
+        return tuple(dict.fromkeys((*self.cluster.notes, *self.graph.notes)))
+
+
+def problem_of(model: Model, cluster: Cluster | str, job: Job, engine: Engine) -> Problem:
+    """The problem of a model given by name, path, config, ModelSpec, Graph or nn.Module. Raises InputError.
+
+    An nn.Module is captured on fake tensors (torch is imported then); everything else never imports torch.
+    """
+    cluster = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
+    if isinstance(model, Graph):
+        return Problem(model=model.name, graph=model, cluster=cluster, job=job, engine=engine)
+    if isinstance(model, str | PathLike | Mapping | ModelSpec):
+        spec = resolve(model)
+        graph = spec_graph(spec, batch=1, sequence=job.seq_len)
+        return Problem(model=spec.name, graph=graph, cluster=cluster, job=job, engine=engine, spec=spec)
+    from planner.capture import capture
+
+    accelerated = cluster.pool.device.kind != "cpu"
+    graph = capture(model, sequence=job.seq_len, dtype=storage_dtype(job.precision), fused_kernels=accelerated)
+    return Problem(model=graph.name, graph=graph, cluster=cluster, job=job, engine=engine)
