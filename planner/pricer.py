@@ -20,7 +20,7 @@ from planner.problem import Problem
 from planner.search import Bound
 from planner.space import Branch
 from planner.strategy import Strategy
-from planner.validity import check
+from planner.validity import validate
 
 STATES = "parameters, gradients and optimizer states alone do not fit"
 
@@ -59,7 +59,7 @@ class GraphPricer:
     def bound(self, strategy: Strategy) -> Bound:
         """chunk_bound_s of the lowered chunks, and the peak under the first few micro-batches (later ones repeat them)."""
         problem = self.problem
-        check(problem.graph, problem.cluster, problem.job, strategy, problem.engine)
+        validate(problem.graph, problem.cluster, problem.job, strategy, problem.engine)
         step = lower(problem.graph, problem.job, strategy, problem.engine, self.cache)
         machine = Machine.of(problem.cluster.pool, step.mesh)
         chunks = [(stage.rank_index, self._chunk_s(stage.blocks, machine, compiled=step.compiled)) for stage in step.stages]
