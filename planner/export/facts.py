@@ -90,6 +90,13 @@ def comment(lines: tuple[str, ...]) -> str:
     return "".join(f"# {line}\n" for line in lines)
 
 
+def script(top: tuple[str, ...], environment: tuple[tuple[str, str], ...], *lines: str) -> str:
+    """A launch script: header, strict bash, `$here` (its own folder; the working directory stays the user's), environment, then `lines`."""
+    exports = [f"export {name}={value}" for name, value in environment]
+    body = ["set -euo pipefail", 'here="$(cd "$(dirname "$0")" && pwd)"', *exports, *lines]
+    return "#!/usr/bin/env bash\n" + comment(top) + "\n".join(body) + "\n"
+
+
 def tool_version() -> str:
     """Version of the installed distribution, "source" for a bare checkout."""
     try:

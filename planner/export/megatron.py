@@ -15,7 +15,7 @@ import shlex
 
 from costmodel.engine import engine
 from costmodel.errors import InputError
-from planner.export.facts import comment, common_losses, header, layers_per_stage, ranks, torchrun
+from planner.export.facts import comment, common_losses, header, layers_per_stage, ranks, script, torchrun
 from planner.export.megatron_model import Flag, decoder_spec, model_flags, model_losses
 from planner.export.result import Exported, Loss
 from planner.plan import Plan
@@ -23,11 +23,6 @@ from planner.plan import Plan
 LAUNCHER = "Megatron-LM with megatron-core 0.19.2"
 BEFORE_BLACKWELL = ("volta", "turing", "ampere", "ada", "hopper")
 
-_LAUNCH = """set -euo pipefail
-cd "$(dirname "$0")"
-source ./megatron_args.sh
-{exports}{torchrun}
-"""
 _COMMAND = "MEGATRON=path/to/Megatron-LM bash launch.sh"
 
 
@@ -48,19 +43,17 @@ def export_megatron(plan: Plan) -> Exported:
     )
     losses = (*common_losses(plan, engine="megatron"), *model_losses(spec), *_losses(plan))
     environment = _environment(plan)
-    top = comment(header(plan, launcher=LAUNCHER, losses=losses, environment=environment, command=_COMMAND))
+    top = header(plan, launcher=LAUNCHER, losses=losses, environment=environment, command=_COMMAND)
     lines = "".join(f"    {shlex.join(flag)}\n" for flag in flags)
-    exports = "".join(f"export {name}={value}\n" for name, value in environment)
-    program = '"${MEGATRON:?folder of Megatron-LM}/pretrain_gpt.py" "${MEGATRON_ARGS[@]}" "$@"'
-    launch = _LAUNCH.format(exports=exports, torchrun=torchrun(ranks(plan), program))
+    start = torchrun(ranks(plan), '"${MEGATRON:?folder of Megatron-LM}/pretrain_gpt.py" "${MEGATRON_ARGS[@]}" "$@"')
     document = {
         "world_size": plan.strategy.mesh.num_devices,
         "environment": dict(environment),
         "arguments": [part for flag in flags for part in flag],
     }
     files = (
-        ("launch.sh", f"#!/usr/bin/env bash\n{top}{launch}"),
-        ("megatron_args.sh", f"{top}MEGATRON_ARGS=(\n{lines})\n"),
+        ("launch.sh", script(top, environment, 'source "$here/megatron_args.sh"', start)),
+        ("megatron_args.sh", f"{comment(top)}MEGATRON_ARGS=(\n{lines})\n"),
         ("megatron_args.json", json.dumps(document, indent=2) + "\n"),
     )
     return Exported(target="megatron", files=files, losses=losses, command=_COMMAND)

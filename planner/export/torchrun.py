@@ -6,18 +6,20 @@ what that engine cannot run (see costmodel.engine) is refused here rather than a
 
 from __future__ import annotations
 
+import json
+
 from costmodel.engine import engine
 from costmodel.errors import InputError
 from planner.codec import plan_to_json
-from planner.export.facts import comment, common_losses, header, ranks, torchrun
+from planner.export.facts import comment, common_losses, header, ranks, script, torchrun
 from planner.export.result import Exported
 from planner.plan import Plan
 
 LAUNCHER = "torchrun of torch 2.13"
 
-_SCRIPT = '''"""Train under the plan beside this file: every rank runs this script (see launch.sh). Arguments: [model] and those of `python -m runtime.launch`.
+_SCRIPT = '''"""Train under the plan beside this file; launch.sh starts every rank here. Arguments: [model], then those of `python -m runtime.launch`.
 
-The model is `pkg.mod:build_model` or `path.py:build_model`, a function without arguments that returns the nn.Module.
+The model is `package.module:function`, importable from the working directory; the function takes no arguments and returns the nn.Module.
 """
 
 import sys
@@ -25,7 +27,7 @@ from pathlib import Path
 
 from runtime.launch import main
 
-MODEL = {model!r}
+MODEL = {model}
 
 if __name__ == "__main__":
     arguments = sys.argv[1:]
@@ -41,28 +43,18 @@ def export_torchrun(plan: Plan) -> Exported:
     Raises InputError when the runtime cannot execute the plan's strategy.
     """
     _refuse_what_runtime_cannot_do(plan)
-    layout = ranks(plan)
     model = plan.model if ":" in plan.model else ""
     losses = common_losses(plan, engine="torch")
     environment = (("OMP_NUM_THREADS", "1"),) if plan.cluster.pool.device.kind == "cpu" else ()
-    command = "bash launch.sh --steps 20" if model else "bash launch.sh pkg.mod:build_model --steps 20"
+    command = "bash launch.sh --steps 20" if model else "bash launch.sh package.module:build_model --steps 20"
     top = header(plan, launcher=LAUNCHER, losses=losses, environment=environment, command=command)
-    exports = "".join(f"export {name}={value}\n" for name, value in environment)
-    launch = (
-        "#!/usr/bin/env bash\n"
-        + comment(top)
-        + 'set -euo pipefail\ncd "$(dirname "$0")"\n'
-        + exports
-        + torchrun(layout, 'train.py "$@"')
-        + "\n"
+    launch = script(top, environment, torchrun(ranks(plan), '"$here/train.py" "$@"'))
+    files = (
+        ("launch.sh", launch),
+        ("train.py", comment(top) + _SCRIPT.format(model=json.dumps(model))),
+        ("plan.json", plan_to_json(plan)),
     )
-    script = comment(top) + _SCRIPT.format(model=model)
-    return Exported(
-        target="torchrun",
-        files=(("launch.sh", launch), ("train.py", script), ("plan.json", plan_to_json(plan))),
-        losses=losses,
-        command=command,
-    )
+    return Exported(target="torchrun", files=files, losses=losses, command=command)
 
 
 def _refuse_what_runtime_cannot_do(plan: Plan) -> None:

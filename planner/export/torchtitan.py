@@ -17,7 +17,7 @@ from textwrap import indent
 
 from costmodel.engine import engine
 from costmodel.errors import InputError
-from planner.export.facts import comment, common_losses, header, layers_per_stage, ranks, torchrun
+from planner.export.facts import comment, common_losses, header, layers_per_stage, ranks, script, torchrun
 from planner.export.result import Exported, Loss
 from planner.export.torchtitan_models import Flavor, flavor_of
 from planner.plan import Plan
@@ -88,11 +88,13 @@ def export_torchtitan(plan: Plan) -> Exported:
     _check(plan)
     losses = (*common_losses(plan, engine="torchtitan"), *_losses(plan))
     command = "bash launch.sh"
-    top = comment(header(plan, launcher=LAUNCHER, losses=losses, environment=_ENVIRONMENT, command=command))
-    program = f'-m torchtitan.train --module {MODULE} --config train "$@"'
-    exports = "".join(f"export {name}={value}\n" for name, value in _ENVIRONMENT)
-    body = f'set -euo pipefail\ncd "$(dirname "$0")"\nexport PYTHONPATH="$PWD${{PYTHONPATH:+:$PYTHONPATH}}"\n{exports}{torchrun(ranks(plan), program)}\n'
-    files = (("launch.sh", f"#!/usr/bin/env bash\n{top}{body}"), (f"{MODULE}.py", top + recipe(plan, flavor)))
+    top = header(plan, launcher=LAUNCHER, losses=losses, environment=_ENVIRONMENT, command=command)
+    path = 'export PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}"'
+    start = torchrun(ranks(plan), f'-m torchtitan.train --module {MODULE} --config train "$@"')
+    files = (
+        ("launch.sh", script(top, _ENVIRONMENT, path, start)),
+        (f"{MODULE}.py", comment(top) + recipe(plan, flavor)),
+    )
     return Exported(target="torchtitan", files=files, losses=losses, command=command)
 
 

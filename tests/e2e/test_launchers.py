@@ -164,7 +164,7 @@ MEGATRON_CORRUPTIONS = {  # name: (plan, argument or variable, its replacement)
     "odd batch": ("uneven", "64", "63"),
     "connections": ("interleaved", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_DEVICE_MAX_CONNECTION"),
     "wrong world": ("interleaved", "4", "3"),
-    "window of experts": ("mixtral", "--num-experts", "--num-expert"),
+    "misspelt experts": ("mixtral", "--num-experts", "--num-expert"),
 }
 
 
@@ -244,6 +244,6 @@ def test_torchrun_parses_every_launch_script(target, plan, num_nodes, per_node, 
     assert (config.min_nodes, config.max_nodes, config.nproc_per_node) == (num_nodes, num_nodes, per_node)
     assert (config.rdzv_endpoint == "first-host:29500") == (num_nodes > 1)
     expected = {"torchrun": "train.py", "torchtitan": "torchtitan.train", "megatron": "Megatron-LM/pretrain_gpt.py"}[target]
-    assert expected in program
+    assert any(part.endswith(expected) for part in program)
     with pytest.raises(SystemExit):
         torch_run.get_args_parser().parse_args(["--nproc-per-nod-e", "8", "train.py"])

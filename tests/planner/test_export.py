@@ -128,8 +128,8 @@ def test_torchrun_carries_the_plan_itself():
     exported = export(plan, "torchrun")
     text = exported.text("plan.json")
     assert json.loads(text)["strategy"]["mesh"]["dp_shard"] == 8
-    assert "MODEL = 'examples.gpt:build_model'" in exported.text("train.py")
-    assert "torchrun --standalone --nproc-per-node 8 train.py" in exported.text("launch.sh")
+    assert 'MODEL = "examples.gpt:build_model"' in exported.text("train.py")
+    assert 'torchrun --standalone --nproc-per-node 8 "$here/train.py"' in exported.text("launch.sh")
 
 
 def test_torchrun_on_several_hosts_meets_at_the_first():
