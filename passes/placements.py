@@ -2,12 +2,12 @@
 
     column     linear split over its output features           embedding split over its features
     row        linear split over its input features
-    vocab      embedding split over the vocabulary; a head linear split over the vocabulary (its output is gathered)
+    vocab      embedding split over the vocabulary; a head linear split over the vocabulary, whose logits stay split (a DTensor) for the loss
     replicate  whole on every rank
 
 Inside a block, a column linear's parent (or the linear itself when the block is its parent) is a region that `styles.EnterRegion` enters, and a row
-linear leaves. Outside the blocks every tensor is whole. Under sequence parallelism the first block's input is split over the sequence and the
-last block's output gathered; see passes.styles.
+linear leaves. Outside the blocks every tensor is whole, but for the logits. Under sequence parallelism the first block's input is split over the
+sequence and the last block's output gathered; see passes.styles.
 
 Two things fail silently in torch and are errors here: a layout that matches nothing, and a module whose bytes did not shrink.
 """
@@ -132,6 +132,8 @@ def _outside_style(path: str, style: str, module: nn.Module) -> ParallelStyle:
     if isinstance(module, nn.Embedding):
         return RowwiseParallel(input_layouts=Replicate()) if style == "vocab" else ColwiseParallel(output_layouts=Replicate())
     _need_linear(path, style, module)
+    if style == "vocab":
+        return ColwiseParallel(use_local_output=False)
     return RowwiseParallel(input_layouts=Replicate()) if style == "row" else ColwiseParallel(output_layouts=Replicate())
 
 

@@ -155,8 +155,9 @@ def _sequence_shard(hidden: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def _gather(hidden: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The whole sequence, as a tensor of its own: fully_shard's backward hook would be lost with a view that is changed in place."""
     part = DTensor.from_local(hidden, mesh, (Shard(SEQUENCE_DIM),), run_check=False)
-    return part.redistribute(placements=(Replicate(),)).to_local()
+    return part.redistribute(placements=(Replicate(),)).to_local().clone()
 
 
 def local_bytes(module: nn.Module) -> tuple[int, int]:

@@ -17,8 +17,9 @@ from passes.sequence import rewrite
 from passes.split import Inbox
 from planner.plan import Plan
 from runtime.batch import Loss
-from runtime.check import check_plan
+from runtime.check import check_runnable
 from runtime.data_parallel import distribute
+from runtime.loss import VocabParallelLoss
 from runtime.mesh import Place, build_mesh, local_device
 from runtime.optimizer import OptimizerFactory, build_optimizer
 from runtime.pipeline import build_pipeline, tie_stages, tied_groups
@@ -38,7 +39,7 @@ def apply(
     local_rank: index of this process on its host, which picks the GPU.
     Raises InputError, before any change, when the plan asks for what this runtime cannot do or the model is not the plan's.
     """
-    check_plan(plan)
+    check_runnable(plan)
     _check_model(model)
     place = build_mesh(plan.strategy.mesh, local_device(local_rank))
     model.to(place.device)
@@ -71,7 +72,7 @@ def _stage(chunk: Chunk, inbox: Inbox, loss_fn: Loss, plan: Plan) -> StageModule
     return StageModule(
         chunk,
         inbox,
-        loss_fn,
+        VocabParallelLoss(loss_fn) if plan.strategy.mesh.tp > 1 else loss_fn,
         loss_scale=1.0 / plan.strategy.num_micro_batches(plan.job.global_batch),
         autocast=None if sharded else half,
         cast=half if sharded else None,

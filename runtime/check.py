@@ -9,7 +9,7 @@ ZERO_STAGES = (0, 2, 3)
 PRECISIONS = ("bf16", "fp32")
 
 
-def check_plan(plan: Plan) -> None:
+def check_runnable(plan: Plan) -> None:
     """Raise InputError on the first thing in `plan` that this runtime cannot do exactly."""
     for refused, what, where, remedy in _refusals(plan):
         if refused:

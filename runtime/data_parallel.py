@@ -41,7 +41,7 @@ def distribute(stage: StageModule, chunk: Chunk, plan: Plan, place: Place) -> nn
         device_ids = [place.device] if place.device.type == "cuda" else None
         group = place.data_mesh.get_group()
         return DistributedDataParallel(
-            stage, device_ids=device_ids, process_group=group, broadcast_buffers=False, gradient_as_bucket_view=True
+            stage, device_ids=device_ids, process_group=group, forward_sync_buffers=False, gradient_as_bucket_view=True
         )
     return stage
 

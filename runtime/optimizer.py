@@ -19,8 +19,8 @@ LEARNING_RATE = 1e-3
 def build_optimizer(name: str, groups: ParameterGroups) -> Optimizer:
     """The optimizer that `Job.optimizer` names, at LEARNING_RATE and torch's other defaults. Raises InputError when it does not run here."""
     factories: dict[str, OptimizerFactory] = {
-        "adamw": lambda groups: AdamW(groups, lr=LEARNING_RATE),
-        "sgd": lambda groups: SGD(groups, lr=LEARNING_RATE),
+        "adamw": lambda groups: AdamW(groups, lr=LEARNING_RATE, fused=True),
+        "sgd": lambda groups: SGD(groups, lr=LEARNING_RATE, momentum=0.9),
     }
     if name not in factories:
         raise InputError(f"optimizer {name!r} does not run here", where="Plan.job.optimizer", remedy=f"use one of {', '.join(factories)}")

@@ -17,6 +17,7 @@ from passes.chain import Chunk
 from planner.plan import Plan
 from runtime.batch import Batch, micro_batches
 from runtime.data_parallel import average_gradients, settle_gradients, uses_ddp
+from runtime.loss import vocab_parallel
 from runtime.mesh import Place
 from runtime.pipeline import Pipeline, TiedParameters
 from runtime.stage import StageModule
@@ -50,7 +51,8 @@ class Trainer:
         split = micro_batches(batch, count, self.plan.strategy.micro_batch, self.place.device)
         for stage in self.stages:
             stage.batches = split
-        loss = self.pipeline.run() if self.pipeline else self._accumulate(count)
+        with vocab_parallel(self.plan.strategy.mesh.tp):
+            loss = self.pipeline.run() if self.pipeline else self._accumulate(count)
         for stage in self.stages:
             stage.batches = []
         self._finish_gradients()

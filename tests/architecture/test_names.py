@@ -12,7 +12,7 @@ UNIT = re.compile(r"(^|_)(s|bytes|frac|flops|per_[a-z_]+)$")
 # Floats without a unit: counts that sharding makes fractional, and amounts whose unit the holding field names.
 UNITLESS = {
     "ParameterShard.dense", "ParameterShard.expert", "ParameterShard.frozen_dense", "ParameterShard.frozen_expert",
-    "StepWork.tied_embedding_params", "StageMemory.in_flight", "Line.amount", "Job.dropout",
+    "StepWork.tied_embedding_params", "StageMemory.in_flight", "Line.amount", "Job.dropout", "Report.losses",
 }  # fmt: skip
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 

@@ -1,0 +1,146 @@
+"""Train under a plan: one process a rank, started by torchrun or by `run_local`.
+
+    torchrun --nproc-per-node 4 -m runtime.launch plan.json examples.gpt:build_model --steps 20
+
+Every rank builds the same seeded model, draws the same global batches and trains on its part. Rank 0 prints the loss and, at the end, measured
+beside predicted, and writes that to the report.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from costmodel.errors import AutoplanError, InputError
+from planner import codec
+from planner.plan import Plan
+from runtime.batch import Batch
+from runtime.build import apply
+from runtime.check import check_runnable
+from runtime.measure import Report, build_meter, build_report
+from runtime.mesh import Place, local_device
+from runtime.target import load_target
+
+GROUP_TIMEOUT = timedelta(minutes=10)
+
+
+def report_path(plan_path: Path) -> Path:
+    """Where a run's report goes unless told otherwise: plan.json -> plan.measured.json."""
+    return plan_path.with_suffix(".measured.json")
+
+
+def run_local(
+    plan_path: Path, target: str, *, steps: int = 20, seed: int = 0, report: Path | None = None, timeout_s: float = 3600.0
+) -> Report:
+    """Train on this machine, one process a rank, through torchrun; their output goes to this process's. Returns the report.
+
+    Raises InputError when the plan cannot run here, AutoplanError when a rank fails.
+    """
+    plan = codec.load_plan(plan_path)
+    check_runnable(plan)
+    _check_local(plan)
+    report = report or report_path(plan_path)
+    ranks = plan.strategy.mesh.num_devices
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", "runtime.launch"),
+        *(str(plan_path), target, "--steps", str(steps), "--seed", str(seed), "--report", str(report)),
+    ]
+    threads = max(1, (os.cpu_count() or 1) // ranks)
+    environment = {"OMP_NUM_THREADS": str(threads), **os.environ, "PYTHONPATH": os.pathsep.join(path or "." for path in sys.path)}
+    finished = subprocess.run(command, env=environment, timeout=timeout_s, check=False)
+    if finished.returncode:
+        raise AutoplanError(f"a rank failed (exit code {finished.returncode})", where="run", remedy="its error is printed above")
+    return codec.decode(codec.loads(codec.read_text(report), str(report)), Report, str(report))
+
+
+def train(plan: Plan, target_name: str, *, steps: int, seed: int, local_rank: int) -> Report:
+    """Train `steps` steps in an initialised process group; rank 0 prints the losses. Collective; the report is the same on every rank."""
+    target = load_target(target_name)
+    torch.manual_seed(seed)
+    model = target.build_model()
+    stream = target.batches(model, plan.job, seed)
+    trainer = apply(plan, model, loss_fn=target.loss_fn, optimizer_factory=target.optimizer_factory, local_rank=local_rank)
+    del model
+    torch.manual_seed(seed + 1 + trainer.place.data_index)
+    meter = build_meter(trainer, steps)
+    losses = []
+    for index in range(steps):
+        losses.append(meter.step(index, _share(next(stream), plan, trainer.place)))
+        if dist.get_rank() == 0:
+            print(f"step {index + 1:4d}  loss {losses[-1]:.4f}", flush=True)
+    return build_report(meter, losses)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """One rank of a run; the exit code is that of the error (costmodel.errors)."""
+    parser = argparse.ArgumentParser(prog="python -m runtime.launch", description="Train under a plan; start with torchrun.")
+    parser.add_argument("plan", type=Path)
+    parser.add_argument("target", help="package.module:build_model")
+    parser.add_argument("--steps", type=_positive, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--report", type=Path, help="default: the plan's name with .measured.json")
+    parser.add_argument("--verbose", action="store_true", help="log what each pass did")
+    options = parser.parse_args(argv)
+    logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING, format="%(name)s: %(message)s")
+    if "RANK" not in os.environ:
+        parser.error("start it with torchrun, or use `autoplan run`")
+    rank, local_rank = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0"))
+    try:
+        plan = codec.load_plan(options.plan)
+        check_runnable(plan)
+        report = _run_rank(plan, options, local_rank)
+    except AutoplanError as error:
+        print(f"rank {rank}: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    if rank == 0:
+        codec.write_atomic(options.report or report_path(options.plan), codec.dumps(codec.encode(report, Report)))
+        print("\n".join(report.lines()), flush=True)
+    return 0
+
+
+def _run_rank(plan: Plan, options: argparse.Namespace, local_rank: int) -> Report:
+    device = local_device(local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=GROUP_TIMEOUT)
+    try:
+        return train(plan, options.target, steps=options.steps, seed=options.seed, local_rank=local_rank)
+    finally:
+        dist.destroy_process_group()
+
+
+def _share(batch: Batch, plan: Plan, place: Place) -> Batch:
+    """This data-parallel rank's sequences of a global batch."""
+    size = plan.job.global_batch // plan.strategy.mesh.dp
+    mine = slice(place.data_index * size, (place.data_index + 1) * size)
+    return batch[mine] if isinstance(batch, torch.Tensor) else {name: value[mine] for name, value in batch.items()}
+
+
+def _check_local(plan: Plan) -> None:
+    ranks = plan.strategy.mesh.num_devices
+    if torch.cuda.is_available() and ranks > torch.cuda.device_count():
+        raise InputError(
+            f"the plan needs {ranks} GPUs, this machine has {torch.cuda.device_count()}",
+            where="run",
+            remedy="start it with torchrun on all hosts",
+        )
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("give at least 1")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())
