@@ -11,7 +11,7 @@ from planner.plan import Plan, Stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
+class ModelPart:
     """One pipeline stage's part of the model.
 
     module: the model with its own forward and its original parameter names; what the stage does not own is stubbed (see passes.split).

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from costmodel.errors import InputError
-from passes.chain import Chunk, block_of
+from passes.chain import ModelPart, block_of
 from passes.recompute import is_wrapped
 from passes.split import Stub
 from passes.styles import EnterRegion, EnterSequenceShard, InsideRegion, LeaveSequenceShard, OnSequenceShard, WholeInput, local_bytes
@@ -55,7 +55,7 @@ def resolve_layouts(model: nn.Module, layouts: tuple[tuple[str, str], ...]) -> d
     return found
 
 
-def place_tensors(chunk: Chunk, plan: Plan, mesh: DeviceMesh, layouts: dict[str, str]) -> str:
+def place_tensors(chunk: ModelPart, plan: Plan, mesh: DeviceMesh, layouts: dict[str, str]) -> str:
     """Shard the chunk's modules over the tensor-parallel `mesh`; returns what was done. Raises InputError before changing anything."""
     held = held_layouts(chunk, layouts)
     sharded = plan.strategy.sequence_parallel
@@ -70,13 +70,13 @@ def place_tensors(chunk: Chunk, plan: Plan, mesh: DeviceMesh, layouts: dict[str,
     return f"{len(styles)} modules placed, {whole} parameter bytes became {local} per rank"
 
 
-def held_layouts(chunk: Chunk, layouts: dict[str, str]) -> dict[str, str]:
+def held_layouts(chunk: ModelPart, layouts: dict[str, str]) -> dict[str, str]:
     """The layouts of modules that the chunk holds."""
     modules = dict(chunk.module.named_modules(remove_duplicate=False))
     return {path: style for path, style in layouts.items() if path in modules and not isinstance(modules[path], Stub)}
 
 
-def verify_placements(chunk: Chunk, mesh: DeviceMesh, layouts: dict[str, str]) -> None:
+def verify_placements(chunk: ModelPart, mesh: DeviceMesh, layouts: dict[str, str]) -> None:
     """Raise InputError unless every split module holds 1/tp of its weight."""
     for path, style in held_layouts(chunk, layouts).items():
         if style == "replicate":
@@ -91,7 +91,7 @@ def verify_placements(chunk: Chunk, mesh: DeviceMesh, layouts: dict[str, str]) -
             )
 
 
-def _styles(chunk: Chunk, held: dict[str, str], *, sharded: bool) -> dict[str, list[ParallelStyle]]:
+def _styles(chunk: ModelPart, held: dict[str, str], *, sharded: bool) -> dict[str, list[ParallelStyle]]:
     styles: dict[str, list[ParallelStyle]] = defaultdict(list)
     regions = _regions(chunk, held)
     if sharded and chunk.holds_first_block:
@@ -117,7 +117,7 @@ def _styles(chunk: Chunk, held: dict[str, str], *, sharded: bool) -> dict[str, l
     return styles
 
 
-def _regions(chunk: Chunk, held: dict[str, str]) -> set[str]:
+def _regions(chunk: ModelPart, held: dict[str, str]) -> set[str]:
     """Modules that are entered with the whole hidden state: parents of column linears, or the linears themselves when the block is the parent."""
     regions = set()
     for path, style in held.items():
@@ -157,7 +157,7 @@ def _need_linear(path: str, style: str, module: nn.Module) -> None:
         )
 
 
-def _check(chunk: Chunk, held: dict[str, str], degree: int, *, sharded: bool) -> None:
+def _check(chunk: ModelPart, held: dict[str, str], degree: int, *, sharded: bool) -> None:
     """Raise InputError on what would be uneven, wrong or already wrapped."""
     for path in chunk.blocks:
         if is_wrapped(chunk.module.get_submodule(path)):
@@ -177,7 +177,7 @@ def _check(chunk: Chunk, held: dict[str, str], degree: int, *, sharded: bool) ->
     _check_covered(chunk, held, sharded=sharded)
 
 
-def _check_covered(chunk: Chunk, held: dict[str, str], *, sharded: bool) -> None:
+def _check_covered(chunk: ModelPart, held: dict[str, str], *, sharded: bool) -> None:
     """A parameter without layout would get a gradient of this rank's part only: inside a region always, in a block under sequence parallelism."""
     regions = _regions(chunk, held)
     for name in chunk.parameter_names():

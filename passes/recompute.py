@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from costmodel.errors import InputError
-from passes.chain import Chunk
+from passes.chain import ModelPart
 from planner.plan import Plan
 
 _ATEN = torch.ops.aten
@@ -39,7 +39,7 @@ SAVED_BY_SELECTIVE = frozenset(
 )
 
 
-def wrapped_blocks(chunk: Chunk, plan: Plan) -> tuple[str, ...]:
+def wrapped_blocks(chunk: ModelPart, plan: Plan) -> tuple[str, ...]:
     """Paths of the blocks that recompute. Raises InputError when the stage asks for more blocks than it has."""
     mode = plan.strategy.recompute
     if mode == "none":
@@ -56,7 +56,7 @@ def wrapped_blocks(chunk: Chunk, plan: Plan) -> tuple[str, ...]:
     return chunk.blocks[:count]
 
 
-def wrap_blocks(chunk: Chunk, plan: Plan) -> str:
+def wrap_blocks(chunk: ModelPart, plan: Plan) -> str:
     """Wrap the chunk's blocks as the plan says; returns what was done."""
     context_fn = _selective_contexts if plan.strategy.recompute == "selective" else None
     paths = wrapped_blocks(chunk, plan)
@@ -71,7 +71,7 @@ def is_wrapped(block: nn.Module) -> bool:
     return getattr(block.forward, "func", None) is _run_checkpointed
 
 
-def verify_recompute(chunk: Chunk, plan: Plan) -> None:
+def verify_recompute(chunk: ModelPart, plan: Plan) -> None:
     """Raise InputError unless exactly the blocks that should recompute do."""
     wanted = set(wrapped_blocks(chunk, plan))
     actual = {path for path in chunk.blocks if is_wrapped(chunk.module.get_submodule(path))}

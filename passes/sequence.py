@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from costmodel.errors import InputError
 from passes import placements, recompute
-from passes.chain import Chunk, block_paths
+from passes.chain import ModelPart, block_paths
 from passes.placements import resolve_layouts
-from passes.split import Inbox, split
+from passes.split import Inbox, split_model
 from planner.plan import Plan
 
 SEQUENCE = ("split", "placements", "recompute")
@@ -27,7 +27,7 @@ SEQUENCE = ("split", "placements", "recompute")
 _log = logging.getLogger(__name__)
 
 
-def rewrite(plan: Plan, model: nn.Module, *, rank_index: int = 0, tensor_mesh: DeviceMesh | None = None) -> list[tuple[Chunk, Inbox]]:
+def rewrite(plan: Plan, model: nn.Module, *, rank_index: int = 0, tensor_mesh: DeviceMesh | None = None) -> list[tuple[ModelPart, Inbox]]:
     """The chunks of `model` that pipeline rank `rank_index` runs, rewritten as `plan` says. Consumes `model`.
 
     tensor_mesh: the tp axis of the device mesh, needed when tp > 1.
@@ -48,16 +48,16 @@ def rewrite(plan: Plan, model: nn.Module, *, rank_index: int = 0, tensor_mesh: D
     return chunks
 
 
-def _split(plan: Plan, model: nn.Module, rank_index: int, blocks: tuple[str, ...]) -> list[tuple[Chunk, Inbox]]:
+def _split(plan: Plan, model: nn.Module, rank_index: int, blocks: tuple[str, ...]) -> list[tuple[ModelPart, Inbox]]:
     if plan.strategy.mesh.pp == 1:
-        return [(Chunk(module=model, stage=plan.stages[0], blocks=blocks, all_blocks=blocks), Inbox())]
-    chunks = split(model, plan, [stage for stage in plan.stages if stage.rank_index == rank_index], blocks)
+        return [(ModelPart(module=model, stage=plan.stages[0], blocks=blocks, all_blocks=blocks), Inbox())]
+    chunks = split_model(model, plan, [stage for stage in plan.stages if stage.rank_index == rank_index], blocks)
     for chunk, _ in chunks:
         _log.info("split: stage %d of %d holds %d of %d blocks", chunk.stage.stage_index, len(plan.stages), len(chunk.blocks), len(blocks))
     return chunks
 
 
-def _place(plan: Plan, chunk: Chunk, tensor_mesh: DeviceMesh | None, layouts: dict[str, str]) -> None:
+def _place(plan: Plan, chunk: ModelPart, tensor_mesh: DeviceMesh | None, layouts: dict[str, str]) -> None:
     if tensor_mesh is None or not any(style != "replicate" for style in layouts.values()):
         raise InputError(
             f"tp is {plan.strategy.mesh.tp} but no module has a layout that splits it",
@@ -69,6 +69,6 @@ def _place(plan: Plan, chunk: Chunk, tensor_mesh: DeviceMesh | None, layouts: di
     _log.info("placements: stage %d: %s", chunk.stage.stage_index, detail)
 
 
-def _same_names(name: str, before: tuple[str, ...], chunk: Chunk) -> None:
+def _same_names(name: str, before: tuple[str, ...], chunk: ModelPart) -> None:
     if chunk.parameter_names() != before:
         raise InputError(f"pass {name} changed parameter names", where=f"passes.{name}", remedy="report this model")

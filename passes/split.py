@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from costmodel.errors import InputError
-from passes.chain import Chunk, block_of, is_block_path
+from passes.chain import ModelPart, block_of, is_block_path
 from planner.plan import Plan, Stage
 
 
@@ -104,7 +104,7 @@ class Leave(Stub):
         raise EndOfStageError(args[0] if args else kwargs["hidden_states"])
 
 
-def split(model: nn.Module, plan: Plan, stages: Iterable[Stage], blocks: tuple[str, ...]) -> list[tuple[Chunk, Inbox]]:
+def split_model(model: nn.Module, plan: Plan, stages: Iterable[Stage], blocks: tuple[str, ...]) -> list[tuple[ModelPart, Inbox]]:
     """The chunks of `stages` (those of one pipeline rank). Consumes `model`: it becomes the last chunk, and what no chunk owns is freed.
 
     Raises InputError when the model is not one chain of blocks, or owns parameters beside the chain that no stage can claim.
@@ -117,7 +117,7 @@ def split(model: nn.Module, plan: Plan, stages: Iterable[Stage], blocks: tuple[s
     result = []
     for stage, module in zip(stages, modules, strict=True):
         own = tuple(path for path in stage.layer_paths if is_block_path(path))
-        chunk, inbox = Chunk(module=module, stage=stage, blocks=own, all_blocks=blocks), Inbox()
+        chunk, inbox = ModelPart(module=module, stage=stage, blocks=own, all_blocks=blocks), Inbox()
         _check_consecutive(chunk)
         _stub(chunk, sides, inbox)
         _verify(chunk, sides, names)
@@ -143,7 +143,7 @@ def outside_modules(model: nn.Module, blocks: tuple[str, ...]) -> tuple[tuple[st
     return tuple(before), tuple(after)
 
 
-def _check_consecutive(chunk: Chunk) -> None:
+def _check_consecutive(chunk: ModelPart) -> None:
     start = chunk.all_blocks.index(chunk.blocks[0]) if chunk.blocks else 0
     if not chunk.blocks or chunk.blocks != chunk.all_blocks[start : start + len(chunk.blocks)]:
         raise InputError(
@@ -153,7 +153,7 @@ def _check_consecutive(chunk: Chunk) -> None:
         )
 
 
-def _verify(chunk: Chunk, sides: tuple[tuple[str, ...], tuple[str, ...]], names: tuple[str, ...]) -> None:
+def _verify(chunk: ModelPart, sides: tuple[tuple[str, ...], tuple[str, ...]], names: tuple[str, ...]) -> None:
     before, after = sides
     outside = {*(before if chunk.holds_first_block else ()), *(after if chunk.holds_last_block else ())}
     expected = {name for name in names if block_of(name, chunk.blocks) or name.rpartition(".")[0] in outside}
@@ -166,7 +166,7 @@ def _verify(chunk: Chunk, sides: tuple[tuple[str, ...], tuple[str, ...]], names:
         )
 
 
-def _stub(chunk: Chunk, sides: tuple[tuple[str, ...], tuple[str, ...]], inbox: Inbox) -> None:
+def _stub(chunk: ModelPart, sides: tuple[tuple[str, ...], tuple[str, ...]], inbox: Inbox) -> None:
     model, blocks = chunk.module, chunk.all_blocks
     before, after = sides
     first, last = blocks.index(chunk.blocks[0]), blocks.index(chunk.blocks[-1])

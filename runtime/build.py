@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from costmodel.errors import InputError
-from passes.chain import Chunk
+from passes.chain import ModelPart
 from passes.sequence import rewrite
 from passes.split import Inbox
 from planner.plan import Plan
@@ -66,7 +66,7 @@ def apply(
     )
 
 
-def _stage(chunk: Chunk, inbox: Inbox, loss_fn: Loss, plan: Plan) -> StageModule:
+def _stage(chunk: ModelPart, inbox: Inbox, loss_fn: Loss, plan: Plan) -> StageModule:
     half = torch.bfloat16 if plan.job.precision == "bf16" else None
     sharded = plan.strategy.zero_stage >= 2
     return StageModule(

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from passes.chain import Chunk
+from passes.chain import ModelPart
 from planner.plan import Plan
 from runtime.mesh import DATA_AXES, Place
 from runtime.stage import StageModule
@@ -32,7 +32,7 @@ def uses_ddp(plan: Plan) -> bool:
     return plan.strategy.zero_stage == 0 and mesh.dp > 1 and mesh.tp == 1 and mesh.pp == 1
 
 
-def distribute(stage: StageModule, chunk: Chunk, plan: Plan, place: Place) -> nn.Module:
+def distribute(stage: StageModule, chunk: ModelPart, plan: Plan, place: Place) -> nn.Module:
     """The stage under the plan's data parallelism. Parameter names of `chunk.module` do not change."""
     if plan.strategy.zero_stage >= 2:
         _shard(stage, chunk, plan, place)
@@ -46,7 +46,7 @@ def distribute(stage: StageModule, chunk: Chunk, plan: Plan, place: Place) -> nn
     return stage
 
 
-def _shard(stage: StageModule, chunk: Chunk, plan: Plan, place: Place) -> None:
+def _shard(stage: StageModule, chunk: ModelPart, plan: Plan, place: Place) -> None:
     strategy = plan.strategy
     mesh = place.mesh[DATA_AXES] if strategy.mesh.dp_replicate > 1 else place.mesh["dp_shard"]
     policy = MixedPrecisionPolicy()

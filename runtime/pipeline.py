@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from costmodel.errors import InputError
-from passes.chain import Chunk
+from passes.chain import ModelPart
 from planner.plan import Plan
 from runtime.data_parallel import local
 from runtime.mesh import Place
@@ -39,7 +39,7 @@ class Pipeline:
         return torch.zeros(())
 
 
-def build_pipeline(modules: Sequence[nn.Module], chunks: Sequence[Chunk], plan: Plan, place: Place) -> Pipeline:
+def build_pipeline(modules: Sequence[nn.Module], chunks: Sequence[ModelPart], plan: Plan, place: Place) -> Pipeline:
     """Stages and schedule of this pipeline rank, `modules` being its distributed chunks in execution order."""
     num_micro_batches = plan.strategy.num_micro_batches(plan.job.global_batch)
     group = place.axis("pp").get_group()
@@ -85,7 +85,7 @@ def tied_groups(model: nn.Module) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(group) for group in names.values() if len(group) > 1)
 
 
-def tie_stages(tied: tuple[tuple[str, ...], ...], chunks: Sequence[Chunk], plan: Plan, place: Place) -> TiedParameters:
+def tie_stages(tied: tuple[tuple[str, ...], ...], chunks: Sequence[ModelPart], plan: Plan, place: Place) -> TiedParameters:
     """Find the tied parameters that stages share, and connect their ranks. Collective: every rank calls it with the same `tied`.
 
     Raises InputError when a tied parameter lives inside a block, where more than two stages might share it.

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor, nn
 
-from passes.chain import Chunk
+from passes.chain import ModelPart
 from passes.split import EndOfStageError, Inbox
 from runtime.batch import Batch, Loss, accepted_names, model_inputs
 
@@ -20,7 +20,7 @@ class StageModule(nn.Module):
     """
 
     def __init__(
-        self, chunk: Chunk, inbox: Inbox, loss_fn: Loss, *, loss_scale: float, autocast: torch.dtype | None, cast: torch.dtype | None
+        self, chunk: ModelPart, inbox: Inbox, loss_fn: Loss, *, loss_scale: float, autocast: torch.dtype | None, cast: torch.dtype | None
     ) -> None:
         super().__init__()
         self.model = chunk.module

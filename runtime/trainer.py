@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from passes.chain import Chunk
+from passes.chain import ModelPart
 from planner.plan import Plan
 from runtime.batch import Batch, micro_batches
 from runtime.data_parallel import average_gradients, settle_gradients, uses_ddp
@@ -32,7 +32,7 @@ class Trainer:
 
     plan: Plan
     place: Place
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[ModelPart, ...]
     stages: tuple[StageModule, ...]
     modules: tuple[nn.Module, ...]
     optimizer: Optimizer
