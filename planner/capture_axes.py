@@ -15,7 +15,10 @@ from planner.capture_atoms import Atoms, Leaves, Storage
 from planner.capture_trace import Record, Strided, Trace
 
 GEMMS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "grouped_mm_fallback"})
-ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+FLASH = "_scaled_dot_product_flash_attention_for_cpu"
+EFFICIENT = "_scaled_dot_product_efficient_attention"
+ATTENTION = (FLASH, EFFICIENT)
+ATTENTION_BACKWARD = (FLASH + "_backward", EFFICIENT + "_backward")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,11 +85,12 @@ class Axes:
             return
         if record.op in GEMMS:
             self._matmul(index, record)
-        elif record.op == ATTENTION:
+        elif record.op in ATTENTION:
             self._attention(record)
-        elif record.op == ATTENTION + "_backward":
-            for grad, like in zip(record.outputs, record.args[1:4], strict=True):
-                self.define(grad, self.dims(like))
+        elif record.op in ATTENTION_BACKWARD:
+            for grad in record.outputs:
+                like = next((value for value in record.args[1:5] if isinstance(value, Strided) and value.shape == grad.shape), None)
+                self.define(grad, self.dims(like) if like else [self.atoms.new_dim(size) for size in grad.shape])
         elif record.op in _RULES:
             _RULES[record.op](self, record)
         elif record.pointwise:
@@ -164,12 +168,12 @@ class Axes:
             shared = parts[0] if parts else []
         self.atoms.unify(shared, dk[1])
         self.define(record.outputs[0], [*dq[:3], dv[3]])
-        if len(record.outputs) > 1:
+        if len(record.outputs) > 1 and record.outputs[1].shape == q.shape[:3]:
             self.define(record.outputs[1], dq[:3])
         self.heads.extend((dq[1], dk[1]))
         self.sequence.extend((dq[2], dk[2]))
         self.whole.append(dq[3])
-        mask = record.kwargs.get("attn_mask")
+        mask = record.kwargs.get("attn_mask") if record.op == FLASH else record.args[3]
         if isinstance(mask, Strided) and len(mask.shape) == 4:
             for dim, wanted in zip(self.dims(mask), (dq[0], dq[1], dq[2], dk[2]), strict=True):
                 if dim:

@@ -15,7 +15,7 @@ from planner.capture_axes import Axes
 from planner.capture_ops import flops, is_causal, loops, op_class, op_name, scaled
 from planner.capture_roles import Roles
 from planner.capture_trace import Record, Strided, Trace
-from planner.graph import Block, Node, Tensor
+from planner.graph import TENSOR_PARALLEL_AXES, Block, Node, Tensor
 
 _DTYPES = {
     "float32": "fp32", "float64": "fp64", "float16": "fp16", "bfloat16": "bf16", "float8_e4m3fn": "fp8", "float8_e5m2": "fp8",
@@ -133,7 +133,8 @@ class BlockWriter:
             if len(set(known.values())) > 1:
                 result |= {f"{module}.{leaf}" if module else leaf: style for leaf, style in known.items()}
             else:
-                result[module] = next(iter(known.values()), "replicate")
+                divided = any(self._is_divided(f"{module}.{leaf}" if module else leaf) for leaf in leaves)
+                result[module] = next(iter(known.values()), "column" if divided else "replicate")
         return tuple(sorted(result.items()))
 
     def _style(self, value: Strided) -> str:
@@ -146,6 +147,9 @@ class BlockWriter:
             axes = [self._roles.axis(dim) for dim in self._axes.dims(value)]
             return "vocab" if axes[0] == "vocab" else "column" if axes[1] else "replicate"
         return ""
+
+    def _is_divided(self, name: str) -> bool:
+        return not TENSOR_PARALLEL_AXES.isdisjoint(self.tensors[name].axes)
 
 
 def _roots(trace: Trace) -> dict[int, Strided]:

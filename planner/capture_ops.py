@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from math import prod
 
-from planner.capture_axes import ATTENTION, Axes, Matmul
+from planner.capture_axes import ATTENTION, ATTENTION_BACKWARD, Axes, Matmul
 from planner.capture_roles import Roles
 from planner.capture_trace import Record
 from planner.graph import Loop
@@ -17,7 +17,7 @@ _CLASSES = {
     "gemm": ("mm", "addmm", "bmm", "baddbmm"),
     "grouped_gemm": ("_grouped_mm", "grouped_mm_fallback"),
     "conv": ("convolution", "convolution_backward"),
-    "attention": (ATTENTION, ATTENTION + "_backward"),
+    "attention": (*ATTENTION, *ATTENTION_BACKWARD),
     "norm": ("native_layer_norm", "native_group_norm", "native_batch_norm", "_native_batch_norm_legit", "_fused_rms_norm", "cudnn_batch_norm"),
     "softmax": ("_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data"),
     "embedding": ("embedding", "embedding_dense_backward"),
@@ -31,7 +31,8 @@ _CLASSES = {
                "logsumexp"),
 }  # fmt: skip
 _CLASS_OF = {name: kind for kind, names in _CLASSES.items() for name in names}
-_NAMES = {ATTENTION: "flash", ATTENTION + "_backward": "flash_backward"}
+_NAMES = dict.fromkeys(ATTENTION, "flash") | dict.fromkeys(ATTENTION_BACKWARD, "flash_backward")
+_CAUSAL = dict(zip((*ATTENTION, *ATTENTION_BACKWARD), (4, 6, 7, 11), strict=True))
 
 
 def op_class(record: Record) -> str:
@@ -74,7 +75,7 @@ def flops(record: Record, sizes: tuple[Loop, ...]) -> float:
 
 def is_causal(record: Record) -> bool:
     """Whether an attention record uses the causal mask of the kernel."""
-    position = 4 if record.op == ATTENTION else 7
+    position = _CAUSAL[record.op]
     return bool(record.kwargs.get("is_causal", record.args[position] if len(record.args) > position else False))
 
 
@@ -102,7 +103,7 @@ def _matmul_loops(matmul: Matmul, kind: str, roles: Roles, batch_frac: tuple[int
 
 
 def _attention_loops(record: Record, axes: Axes, roles: Roles, batch_frac: tuple[int, int]) -> tuple[Loop, ...]:
-    start = 0 if record.op == ATTENTION else 1
+    start = 0 if record.op in ATTENTION else 1
     q, k, v = record.args[start : start + 3]
     dq, dk = axes.dims(q), axes.dims(k)
     return (
