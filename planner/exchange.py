@@ -229,7 +229,8 @@ def exchanger(block: Block, division: Division, engine: Engine) -> Exchanger:
         routed = node.op == "grouped_gemm" and division.ep > 1
         if is_partial(node, tensors) or _reduces(node, tensors, division):
             axis = "ep" if routed else "tp" if division.tp > 1 else ""
-            partial.update({name: axis for name in node.outputs if axis and has_tokens(tensors[name])})
+            whole = [name for name in node.outputs if has_tokens(tensors[name]) and not division.is_split(tensors[name].axes)]
+            partial.update({name: axis for name in whole if axis})
         elif node.node_id in sums and all(name in partial for name in node.inputs):
             axis = partial[node.inputs[0]]
             if axis == "ep" or division.sequence_parallel or engine.fused_input_gradient:

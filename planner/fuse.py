@@ -3,8 +3,9 @@
 *Groups.* Memory-bound kernels (norm, softmax, elementwise, reduce, cross-entropy, copy) that feed one another become one kernel that reads what comes from
 outside the group and writes what is read outside it. Matmuls, attention, embeddings and gathers are barriers; so is a place where tensor parallelism may
 communicate: between a tensor with a tp axis and one without, and around the sum of partial input gradients. A group is maximal and *convex* (no path leaves
-and re-enters it): with depth(n) = max over producers p of depth(p) + [p -> n may not fuse], the groups are the connected components of fusable edges, all at
-one depth, and a path that leaves a component can only come back at a greater depth.
+and re-enters it): with depth(n) = max over producers p in the same pass of depth(p) + [p -> n may not fuse], the groups are the connected
+components of fusable edges, all at one depth, and a path that leaves a component can only come back at a greater depth. Components of one depth that read the
+same activation are joined too (the two gradients of SwiGLU): for the same reason no path leads from one to the other.
 
 *Saved tensors.* What eager autograd keeps inside a group need not be kept when backward can compute it again inside its own kernel from what the group reads:
 such tensors are replaced by the inputs of the group they depend on, if those weigh less than what they replace (inputs that are kept anyway weigh nothing). Row
@@ -86,19 +87,30 @@ def _groups(nodes: tuple[Node, ...], view: _View) -> dict[str, int]:
         return name
 
     def joins(maker: Node, node: Node) -> bool:
-        same = view.is_split(maker) == view.is_split(node) and maker.phase == node.phase
-        return same and view.fusable(maker) and view.fusable(node)
+        return view.is_split(maker) == view.is_split(node) and view.fusable(maker) and view.fusable(node)
 
     index = {node.node_id: position for position, node in enumerate(nodes)}
     for node in nodes:
         makers = [view.makers[name] for name in node.inputs if name in view.makers]
-        makers = [maker for maker in makers if index[maker.node_id] < index[node.node_id]]
+        makers = [maker for maker in makers if maker.phase == node.phase and index[maker.node_id] < index[node.node_id]]
         depth[node.node_id] = max((depth[maker.node_id] + (not joins(maker, node)) for maker in makers), default=0)
         for maker in makers:
             if joins(maker, node) and depth[maker.node_id] == depth[node.node_id]:
                 first, second = sorted((root(maker.node_id), root(node.node_id)), key=index.__getitem__)
                 parent[second] = first
+    readers: dict[tuple[str, str, int, bool], str] = {}
+    for node in nodes:
+        for name in node.inputs:
+            if view.fusable(node) and _is_activation(view.tensors[name]):
+                key = (name, node.phase, depth[node.node_id], view.is_split(node))
+                first, second = sorted((root(readers.setdefault(key, node.node_id)), root(node.node_id)), key=index.__getitem__)
+                parent[second] = first
     return {node.node_id: index[root(node.node_id)] for node in nodes}
+
+
+def _is_activation(tensor: Tensor) -> bool:
+    """Per token of a batch: not a parameter, mask or table."""
+    return tensor.kind in ("activation", "input") and not {"batch", "tokens"}.isdisjoint(tensor.axes)
 
 
 def _kernel(group: list[Node], nodes: tuple[Node, ...], keep: set[str]) -> Node:
@@ -141,6 +153,7 @@ def _ordered(nodes: list[Node]) -> list[Node]:
             waiting[reader.node_id].discard(node.node_id)
             if not waiting[reader.node_id]:
                 heapq.heappush(ready, position[reader.node_id])
+    assert len(ordered) == len(nodes), "fused kernels depend on one another in a circle"
     return ordered
 
 

@@ -4,6 +4,7 @@ A block goes through these passes, in this order, each a function of its own:
 
     planner.attention   attention without a flash kernel becomes matmuls and a softmax      (Strategy.flash_attention)
     planner.dropout     masks                                                              (Job.dropout)
+    planner.sums        gradients that are reduced together are added first
     planner.siblings    linears of one input become one matmul                             (Engine.fused_input_gradient)
     planner.fuse        kernels merge, saved tensors shrink                                (Engine.fused_kernels or Strategy.compile)
     planner.recompute   what stays alive and what runs again                               (Strategy.recompute)
@@ -37,6 +38,7 @@ from planner.recompute import Residency, residency
 from planner.siblings import merge_siblings
 from planner.stages import split
 from planner.strategy import Strategy
+from planner.sums import sum_partials_first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,6 +179,7 @@ def prepare(block: Block, *, flash: bool, dropout: bool, merge: bool, fused: boo
         block = unfuse_attention(block, dropout=dropout)
     if dropout:
         block = add_dropout(block)
+    block = sum_partials_first(block)
     if merge:
         block = merge_siblings(block)
     return fuse(block) if fused else block

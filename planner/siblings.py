@@ -51,7 +51,7 @@ def _merged(nodes: tuple[Node, ...], group: tuple[Node, ...]) -> tuple[Node, ...
     if wgrads:
         backward.append(_one(wgrads, "m", f"{name}:wgrad", name))
     gone = {node.node_id for node in (*dgrads, *wgrads, *sums)}
-    last = max((index for index, node in enumerate(nodes) if node in dgrads or node in wgrads), default=-1)
+    last = max((index for index, node in enumerate(nodes) if node in (dgrads or wgrads)), default=-1)
     result: list[Node] = []
     for index, node in enumerate(nodes):
         if node.node_id == group[0].node_id:

@@ -137,3 +137,9 @@ def test_llama_layer_saves_what_hand_written_kernels_save():
     per_token = 2 * (4 * hidden + 2 * hidden + 2 * kv + 3 * ffn) + 4 * (2 + heads)
     assert _saved_bytes(fuse(block)) == 128 * per_token
     assert _saved_bytes(block) > 1.2 * 128 * per_token
+
+
+def test_both_gradients_of_a_gated_mlp_are_one_kernel():
+    block = fuse(next(block for block in spec_graph(resolve("llama3-8b"), sequence=128).kinds if block.role == "layer"))
+    gate, up = "mlp.gate_proj/mm.0.grad", "mlp.up_proj/mm.0.grad"
+    assert any({gate, up} <= set(node.outputs) for node in block.nodes)
