@@ -21,8 +21,6 @@ from planner.export.result import Exported, Loss
 from planner.plan import Plan
 
 LAUNCHER = "Megatron-LM with megatron-core 0.19.2"
-BEFORE_BLACKWELL = ("volta", "turing", "ampere", "ada", "hopper")
-
 _COMMAND = "MEGATRON=path/to/Megatron-LM bash launch.sh"
 
 
@@ -118,7 +116,7 @@ def _prefix(plan: Plan) -> int:
 
 
 def _precision_flags(plan: Plan) -> list[Flag]:
-    blackwell = plan.cluster.pool.device.arch.lower() not in BEFORE_BLACKWELL
+    blackwell = _is_blackwell(plan)
     match plan.job.precision:
         case "bf16":
             return [("--bf16",)]
@@ -156,10 +154,13 @@ def _training_flags(plan: Plan) -> list[Flag]:
     return flags
 
 
+def _is_blackwell(plan: Plan) -> bool:
+    return plan.cluster.pool.device.arch.startswith("blackwell")
+
+
 def _environment(plan: Plan) -> tuple[tuple[str, str], ...]:
     strategy = plan.strategy
-    old = plan.cluster.pool.device.arch.lower() in BEFORE_BLACKWELL
-    if strategy.zero_stage < 2 and old and (strategy.mesh.tp > 1 or strategy.mesh.cp > 1):
+    if strategy.zero_stage < 2 and not _is_blackwell(plan) and (strategy.mesh.tp > 1 or strategy.mesh.cp > 1):
         return (("CUDA_DEVICE_MAX_CONNECTIONS", "1"),)
     return ()
 

@@ -87,10 +87,11 @@ def _dense(row: tuple[str, str, int, int, int, int, int, int, int, bool]) -> Fla
 
 def _mixture(row: tuple[str, str, int, int, int, int, int, int, int, int, int]) -> Flavor:
     module, name, hidden, layers, heads, kv_heads, head_dim, vocabulary, num_experts, top_k, inner = row
+    biased = module == "gpt_oss"
     spec = ModelSpec(
         name=name, family=module, num_layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, head_dim=head_dim, ffn=inner,
-        vocab=vocabulary, qk_norm="head" if module == "qwen3" else "", attention_bias=module == "gpt_oss", sinks=module == "gpt_oss",
-        experts=Experts(num_experts=num_experts, top_k=top_k, ffn=inner),
+        vocab=vocabulary, qk_norm="head" if module == "qwen3" else "", attention_bias=biased, output_bias=biased, sinks=biased,
+        experts=Experts(num_experts=num_experts, top_k=top_k, ffn=inner, biases=biased, router="top_k" if biased else "softmax"),
     )  # fmt: skip
     return Flavor(module=module, name=name, spec=spec)
 

@@ -12,7 +12,9 @@ import pytest
 
 from costmodel.mesh import Mesh
 from planner.export import export, write_exported
+from planner.export.torchtitan_models import flavors
 from planner.job import Job
+from planner.models import spec_graph
 from planner.plan import Plan
 from planner.strategy import Strategy
 from tests.e2e.launcher_venvs import VenvError, launcher_python
@@ -127,6 +129,31 @@ def test_torchtitan_runs_the_recipe_dry(titan, name):
 @pytest.mark.parametrize("name", list(CORRUPTIONS))
 def test_torchtitan_refuses_a_corrupted_recipe(titan, name):
     assert not titan[name]["ok"], titan[name]
+
+
+FAMILIES = {
+    "llama3": "llama",
+    "qwen3": "qwen3",
+    "qwen3 experts": "qwen3_moe",
+    "gpt_oss experts": "gpt_oss",
+    "deepseek_v3 experts": "deepseek_v3",
+}
+
+
+def test_torchtitan_flavors_have_the_sizes_of_our_table(tmp_path):
+    """The parameters of every flavor, built by torchtitan, against those of our own graph of the flavor's spec."""
+    cases, expected = [], {}
+    for flavor in flavors():
+        spec = replace(
+            flavor.spec, family=FAMILIES[flavor.module + (" experts" if flavor.spec.experts else "")], rope_dim=flavor.spec.head_dim
+        )
+        plan = sample_plan(spec, Strategy(mesh=Mesh(dp_shard=8), zero_stage=3), engine="torchtitan")
+        folder = tmp_path / f"{flavor.module}-{flavor.name}"
+        write_exported(export(plan, "torchtitan"), folder)
+        cases.append(_titan_case(folder.name, folder, 8, 0))
+        expected[folder.name] = spec_graph(spec, sequence=4096).num_parameters
+    answers = ask("torchtitan", "check_torchtitan.py", cases)
+    assert {name: answer.get("total_parameters", answer) for name, answer in answers.items()} == expected
 
 
 # Megatron-LM
