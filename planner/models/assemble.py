@@ -97,8 +97,15 @@ class Program:
             num_heads=spec.heads,
             num_kv_heads=spec.kv_heads,
             vocab_size=spec.vocab,
-            notes=spec.notes,
+            notes=(*spec.notes, *self._windows()),
         )
+
+    def _windows(self) -> tuple[str, ...]:
+        """The note that belongs to windows shorter than the sequence."""
+        spec = self.spec
+        if spec.attention != "flash" or not 0 < spec.window < self.sequence:
+            return ()
+        return (f"layers that slide see {spec.window} keys: priced as a flash kernel that skips the others (flash-attn, FlexAttention)",)
 
 
 def _active(tensor: Tensor, size: int, spec: ModelSpec) -> int:

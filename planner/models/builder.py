@@ -51,6 +51,7 @@ class BlockBuilder:
         self._tape: list[_Entry] = []
         self._saved: dict[str, None] = {}
         self._inputs: list[Variable] = []
+        self._parameters: list[Variable] = []
         self._unsaved: set[str] = set()
         self._layouts: dict[str, str] = {}
         self._counts: dict[str, int] = {}
@@ -82,7 +83,9 @@ class BlockBuilder:
             self._layouts[name.rpartition(".")[0]] = layout
         tensor_id = self._add(name, shape, axes, "compute", "parameter", trainable)
         self._unsaved.add(tensor_id)
-        return Variable(tensor_id, shape, axes, "compute", trainable)
+        value = Variable(tensor_id, shape, axes, "compute", trainable)
+        self._parameters.append(value)
+        return value
 
     def layout(self, module: str, style: str) -> None:
         """Note the tensor-parallel style of a module that wraps the one which owns the parameters."""
@@ -280,19 +283,18 @@ class BlockBuilder:
         )
         return tuple(made)
 
-    def _joined(self, value: Variable, gradient: Variable) -> Variable:
-        """The gradient of a shared input added to what the readers behind this block have sent already."""
-        others = Variable(
-            self._add(f"{value.tensor_id}.grad.others", value.shape, value.axes, value.dtype, "input"),
-            value.shape,
-            value.axes,
-            value.dtype,
-            False,
-        )
-        return self.back("elementwise", "accumulate", [others, gradient], value)
+    def _delivered(self, value: Variable, gradient: Variable, owned: set[str]) -> Variable:
+        """The gradient of a leaf in a tensor of its own.
 
-    def _kind(self, value: Variable) -> str:
-        return self._tensors[value.tensor_id].kind
+        A shared input's is added to what the readers behind this block have sent already; one that is another tensor's gradient too is copied.
+        """
+        if value.tensor_id in self._unsaved and value in self._inputs:
+            tensor_id = self._add(f"{value.tensor_id}.grad.others", value.shape, value.axes, value.dtype, "input")
+            others = Variable(tensor_id, value.shape, value.axes, value.dtype, False)
+            return self.back("elementwise", "accumulate", [others, gradient], value)
+        if gradient.tensor_id in owned or self._tensors[gradient.tensor_id].kind == "input":
+            return self.back("copy", "clone", [gradient], value)
+        return gradient
 
     def finish(self, kind_id: str, role: str, outputs: Sequence[Variable]) -> Block:
         """Derive the backward pass from the gradients of `outputs` and close the block."""
@@ -312,12 +314,14 @@ class BlockBuilder:
                     continue
                 previous = gradients.get(value)
                 gradients[value] = gradient if previous is None else self.back("elementwise", "accumulate", [previous, gradient], value)
-        for value in self._inputs:
-            if value in gradients and value.tensor_id in self._unsaved:
-                gradients[value] = self._joined(value, gradients[value])
-        leaves = [(value, gradient.tensor_id) for value, gradient in gradients.items() if self._kind(value) in ("parameter", "input")]
-        weights = {f"{value.tensor_id}.grad" for value, _ in leaves if self._kind(value) == "parameter"}
-        names = {made: f"{value.tensor_id}.grad" for value, made in leaves if made != f"{value.tensor_id}.grad"}
+        leaves = [value for value in (*self._inputs, *self._parameters) if value in gradients]
+        owned: set[str] = set()
+        for value in leaves:
+            gradients[value] = self._delivered(value, gradients[value], owned)
+            owned.add(gradients[value].tensor_id)
+        weights = {f"{value.tensor_id}.grad" for value in self._parameters if value in gradients}
+        final = {gradients[value].tensor_id: f"{value.tensor_id}.grad" for value in leaves}
+        names = {made: wanted for made, wanted in final.items() if made != wanted}
         names |= {wanted: made for made, wanted in names.items()}
         return Block(
             kind_id=kind_id,

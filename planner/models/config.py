@@ -27,8 +27,8 @@ class Config:
                 return key, self.values[key]
         return keys[0], None
 
-    def integer(self, *keys: str, default: int | None = None, least: int = 1) -> int:
-        """A whole number of at least `least`. Raises InputError when missing without default, of another type, or out of range."""
+    def integer(self, *keys: str, default: int | None = None, least: int = 1, most: int = _LARGEST) -> int:
+        """A whole number from `least` to `most`. Raises InputError when missing without default, of another type, or out of range."""
         key, value = self.find(*keys)
         if value is None:
             if default is None:
@@ -38,9 +38,13 @@ class Config:
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int):
             raise self.fail(key, f"{value!r} is not a whole number", f"give a whole number of at least {least}")
-        if not least <= value <= _LARGEST:
-            raise self.fail(key, f"{value} is out of range", f"give a whole number from {least} to {_LARGEST}")
+        if not least <= value <= most:
+            raise self.fail(key, f"{value} is out of range", f"give a whole number from {least} to {most}")
         return value
+
+    def layers(self, *keys: str, default: int | None = None) -> int:
+        """A number of layers: at most 10,000, since every layer is listed."""
+        return self.integer(*keys, default=default, most=10_000)
 
     def flag(self, *keys: str, default: bool) -> bool:
         """A boolean. Raises InputError for anything else."""

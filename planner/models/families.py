@@ -37,7 +37,7 @@ def _gpt2(config: Config, name: str) -> ModelSpec:
     return ModelSpec(
         name=name,
         family="gpt2",
-        num_layers=config.integer("n_layer", "num_hidden_layers", default=12),
+        num_layers=config.layers("n_layer", "num_hidden_layers", default=12),
         hidden=hidden,
         heads=heads,
         kv_heads=heads,
@@ -58,7 +58,7 @@ def _bert(config: Config, name: str) -> ModelSpec:
     return ModelSpec(
         name=name,
         family="bert",
-        num_layers=config.integer("num_hidden_layers", default=12),
+        num_layers=config.layers("num_hidden_layers", default=12),
         hidden=hidden,
         heads=heads,
         kv_heads=heads,
@@ -84,7 +84,7 @@ def _vit(config: Config, name: str) -> ModelSpec:
     return ModelSpec(
         name=name,
         family="vit",
-        num_layers=config.integer("num_hidden_layers", default=12),
+        num_layers=config.layers("num_hidden_layers", default=12),
         hidden=hidden,
         heads=heads,
         kv_heads=heads,
@@ -100,7 +100,7 @@ def _vit(config: Config, name: str) -> ModelSpec:
 def _t5(config: Config, name: str) -> ModelSpec:
     readers.attention_kind(config, known=("flash",))
     heads = config.integer("num_heads", default=8)
-    encoder = config.integer("num_layers", default=6)
+    encoder = config.layers("num_layers", default=6)
     kind, known = config.values.get("feed_forward_proj", "relu"), [*ops.ACTIVATIONS, *(f"gated-{name}" for name in ops.ACTIVATIONS)]
     if kind not in known:
         raise config.fail("feed_forward_proj", f"{kind!r} is not supported", f"use one of {', '.join(known)}")
@@ -108,7 +108,7 @@ def _t5(config: Config, name: str) -> ModelSpec:
     return ModelSpec(
         name=name,
         family="t5",
-        num_layers=config.integer("num_decoder_layers", default=encoder),
+        num_layers=config.layers("num_decoder_layers", default=encoder),
         encoder_layers=encoder,
         hidden=config.integer("d_model", default=512),
         heads=heads,

@@ -14,11 +14,15 @@ def llama(config: Config, name: str) -> ModelSpec:
     hidden = config.integer("hidden_size")
     heads = config.integer("num_attention_heads")
     head_dim = config.heads(hidden, heads)
+    if head_dim % 2:
+        raise config.fail(
+            "head_dim", f"{head_dim} features cannot rotate in pairs", "give an even head_dim, or other hidden_size and num_attention_heads"
+        )
     bias = config.flag("attention_bias", default=False)
     return ModelSpec(
         name=name,
         family=str(config.values["model_type"]),
-        num_layers=config.integer("num_hidden_layers"),
+        num_layers=config.layers("num_hidden_layers"),
         hidden=hidden,
         heads=heads,
         kv_heads=config.kv_heads(heads),
@@ -130,7 +134,7 @@ def phi3(config: Config, name: str) -> ModelSpec:
     factor = holder.number("partial_rotary_factor", default=1.0)
     if not 0.0 < factor <= 1.0:
         raise holder.fail("partial_rotary_factor", f"{factor} is out of range", "give a fraction in (0, 1]")
-    return replace(spec, rope_dim=int(spec.head_dim * factor))
+    return replace(spec, rope_dim=int(spec.head_dim * factor) // 2 * 2)
 
 
 def olmo(config: Config, name: str) -> ModelSpec:

@@ -35,7 +35,15 @@ def spec_graph(spec: ModelSpec, *, batch: int = 1, sequence: int) -> Graph:
         )
     program = Program(spec, batch, sequence)
     _family(spec.family, spec.name).build(program)
-    return program.graph()
+    graph = program.graph()
+    if spec.lora_rank and not graph.num_trainable_parameters:
+        modules = sorted({name.rpartition(".")[2] for block in graph.kinds for name, style in block.layouts if style != "replicate"})
+        raise InputError(
+            f"no linear module is called {' or '.join(spec.lora_targets)}",
+            where="ModelSpec.lora_targets",
+            remedy=f"use some of {', '.join(modules)}",
+        )
+    return graph
 
 
 def spec_from_config(config: Mapping[str, object], name: str) -> ModelSpec:
@@ -117,7 +125,7 @@ def _registry() -> dict[str, _Row]:
 def _key(label: str) -> str:
     """A name without organisation, case, punctuation and the suffixes that do not change the shape (-hf, -Instruct, -v0.1, ...)."""
     text = label.rstrip("/").rpartition("/")[2].lower()
-    text = re.sub(r"[-_ ](hf|instruct|chat|it|pt|base|preview|v0\.\d|\d{4})(?=[-_ ]|$)", "", text)
+    text = re.sub(r"[-_ ](hf|instruct|chat|it|pt|base|preview|\d{4})(?=[-_ ]|$)", "", text)
     return re.sub(r"[^a-z0-9]", "", text).removeprefix("meta")
 
 

@@ -120,6 +120,18 @@ class ModelSpec:
     lora_targets: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "hidden", "heads", "kv_heads", "head_dim", "ffn"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise InputError(f"{name} is {value!r}", where=f"ModelSpec.{name}", remedy="give a positive whole number")
+        if self.heads % self.kv_heads:
+            raise InputError(
+                f"{self.kv_heads} key-value heads do not divide {self.heads} heads",
+                where="ModelSpec.kv_heads",
+                remedy=f"give a divisor of {self.heads}",
+            )
+
     def lora(self, rank: int, targets: Iterable[str]) -> ModelSpec:
         """The same model frozen, with trainable rank-`rank` adapters on every linear module whose last name is in `targets`. Raises InputError."""
         if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
