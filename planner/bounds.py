@@ -20,12 +20,12 @@ from collections.abc import Sequence
 
 from costmodel.engine import Engine
 from costmodel.hardware import Device
+from costmodel.mesh import Mesh
 from costmodel.optimizers import optimizer
 from costmodel.work import DTYPE_BYTES
 from planner.graph import Graph
 from planner.job import Job
 from planner.lower import storage_dtype
-from planner.space import Branch
 
 
 def chunk_bound_s(chunks: Sequence[tuple[int, float]], num_micro_batches: int, extra_s: Sequence[float]) -> float:
@@ -56,9 +56,8 @@ def ideal_s(graph: Graph, job: Job, device: Device, num_devices: int) -> float:
     return total / (num_devices * peak) if peak else 0.0
 
 
-def states_bytes(graph: Graph, job: Job, engine: Engine, branch: Branch) -> float:
-    """Weights, gradients and optimizer states of the average rank under the branch's highest ZeRO stage."""
-    mesh, zero = branch.mesh, max(branch.options.zero_stages)
+def states_bytes(graph: Graph, job: Job, engine: Engine, mesh: Mesh, zero_stage: int) -> float:
+    """Weights, gradients and optimizer states of the average rank."""
     dtype = storage_dtype(job.precision)
     weight_dtype = dtype if engine.parameters_dtype == "compute" else engine.parameters_dtype
     gradient_dtype = weight_dtype if engine.gradient_dtype == "parameter" else engine.gradient_dtype
@@ -66,7 +65,7 @@ def states_bytes(graph: Graph, job: Job, engine: Engine, branch: Branch) -> floa
     ranks = mesh.pp * mesh.tp
 
     def ways(stage: int) -> int:
-        return ranks * (mesh.dp_shard * mesh.cp if zero >= stage else mesh.ep)
+        return ranks * (mesh.dp_shard * mesh.cp if zero_stage >= stage else mesh.ep)
 
     trained = graph.num_trainable_parameters
     weights = graph.num_parameters * float(DTYPE_BYTES[weight_dtype]) / ways(3)

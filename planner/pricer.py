@@ -10,10 +10,11 @@ from itertools import product
 from costmodel.blocks import Machine, price_block
 from costmodel.estimate import Estimate, StageMemory
 from costmodel.memory import stage_memories, usable_bytes
-from costmodel.schedule import actions
+from costmodel.schedule import Action, actions
 from costmodel.simulate import COMPILED_LAUNCH_FRAC
 from costmodel.work import BlockWork, StepWork
 from planner.bounds import chunk_bound_s, ideal_s, split_bound_s, states_bytes
+from planner.division import Division
 from planner.lower import LoweringCache, division_of, lower, lower_block
 from planner.pricing import estimate_graph
 from planner.problem import Problem
@@ -21,6 +22,8 @@ from planner.search import Bound
 from planner.space import Branch
 from planner.strategy import Strategy
 from planner.validity import validate
+
+Orders = tuple[tuple[Action, ...], ...]
 
 STATES = "parameters, gradients and optimizer states alone do not fit"
 
@@ -34,7 +37,9 @@ class GraphPricer:
         self.cache = LoweringCache()
         self._ideal_s = ideal_s(problem.graph, problem.job, problem.cluster.pool.device, problem.cluster.num_devices)
         self._blocks: dict[int, tuple[BlockWork, tuple[tuple[float, int], tuple[float, int]]]] = {}
-        self._totals: dict[object, float] = {}
+        self._totals: dict[Division, float] = {}
+        self._steps: dict[tuple[object, ...], tuple[StepWork, float]] = {}
+        self._orders: dict[tuple[str, int, int, int], Orders] = {}
 
     def bound_branch(self, branch: Branch) -> Bound:
         """Flops at peak, the pipeline's least bubble, and the states alone."""
@@ -42,7 +47,11 @@ class GraphPricer:
         micro_batches = self._num_micro_batches(branch)
         one = self._ideal_s * mesh.pp / micro_batches
         step_s = split_bound_s(one, micro_batches, mesh.pp, interleaved=_interleaves(branch))
-        return Bound(step_s=step_s, peak_bytes=states_bytes(problem.graph, problem.job, problem.engine, branch), reason=STATES)
+        return Bound(
+            step_s=step_s,
+            peak_bytes=states_bytes(problem.graph, problem.job, problem.engine, mesh, max(branch.options.zero_stages)),
+            reason=STATES,
+        )
 
     def tighten_branch(self, branch: Branch) -> Bound:
         """The same with every kernel and blocking collective priced, under the cheapest technique and no recompute."""
@@ -57,14 +66,20 @@ class GraphPricer:
         return Bound(step_s=max(coarse.step_s, step_s), peak_bytes=coarse.peak_bytes, reason=STATES)
 
     def bound(self, strategy: Strategy) -> Bound:
-        """chunk_bound_s of the lowered chunks, and the peak under the first few micro-batches (later ones repeat them)."""
+        """chunk_bound_s of the lowered chunks, and the peak under the first few micro-batches (later ones repeat them).
+
+        What cannot fit is found as early as possible: by its states, then on the first rank (most micro-batches in flight), then on all.
+        """
         problem = self.problem
+        least = states_bytes(problem.graph, problem.job, problem.engine, strategy.mesh, strategy.zero_stage)
+        if least > self.usable_bytes:
+            return Bound(step_s=self._ideal_s, peak_bytes=least, reason=STATES)
         validate(problem.graph, problem.cluster, problem.job, strategy, problem.engine)
-        step = lower(problem.graph, problem.job, strategy, problem.engine, self.cache)
-        machine = Machine.of(problem.cluster.pool, step.mesh)
-        chunks = [(stage.rank_index, self._chunk_s(stage.blocks, machine, compiled=step.compiled)) for stage in step.stages]
-        step_s = chunk_bound_s(chunks, step.num_micro_batches, (0.0,) * step.mesh.pp)
-        fullest = max(self._memories(step), key=lambda stage: stage.peak_bytes)
+        step, step_s = self._lowered(strategy)
+        orders = self._first_actions(step)
+        fullest = self._fullest(step, orders[:1])
+        if len(orders) > 1 and fullest.peak_bytes <= self.usable_bytes:
+            fullest = self._fullest(step, orders)
         largest = max(fullest.classes, key=lambda line: line.amount).name.replace("_", " ")
         return Bound(step_s=step_s, peak_bytes=fullest.peak_bytes, reason=f"the peak does not fit, {largest} most of it")
 
@@ -76,11 +91,31 @@ class GraphPricer:
     def _num_micro_batches(self, branch: Branch) -> int:
         return self.problem.job.global_batch // (branch.mesh.dp * branch.micro_batch)
 
-    def _memories(self, step: StepWork) -> tuple[StageMemory, ...]:
-        problem, schedule = self.problem, step.schedule if step.mesh.pp > 1 else "none"
-        enough = step.num_micro_batches if schedule == "gpipe" else min(step.num_micro_batches, 2 * step.mesh.pp)
-        orders = actions(schedule, pp=step.mesh.pp, vpp=step.vpp, num_micro_batches=enough)
-        return stage_memories(step, problem.engine, problem.cluster.pool, orders)
+    def _lowered(self, strategy: Strategy) -> tuple[StepWork, float]:
+        """The step and its chunk_bound_s. Lowering does not see how data parallelism is split and sharded, so those strategies share it."""
+        problem, mesh = self.problem, strategy.mesh
+        key = (mesh.pp, mesh.dp, mesh.cp, mesh.tp, mesh.ep, strategy.micro_batch, strategy.sequence_parallel, strategy.schedule, strategy.vpp,
+               strategy.recompute, strategy.recompute_layers, strategy.cp_kind)  # fmt: skip
+        found = self._steps.get(key)
+        if found is None:
+            step = lower(problem.graph, problem.job, strategy, problem.engine, self.cache)
+            machine = Machine.of(problem.cluster.pool, mesh)
+            chunks = [(stage.rank_index, self._chunk_s(stage.blocks, machine, compiled=step.compiled)) for stage in step.stages]
+            found = self._steps[key] = step, chunk_bound_s(chunks, step.num_micro_batches, (0.0,) * mesh.pp)
+        step, step_s = found
+        return replace(step, mesh=mesh, zero_stage=strategy.zero_stage), step_s
+
+    def _fullest(self, step: StepWork, orders: Orders) -> StageMemory:
+        memories = stage_memories(step, self.problem.engine, self.problem.cluster.pool, orders)
+        return max(memories, key=lambda stage: stage.peak_bytes)
+
+    def _first_actions(self, step: StepWork) -> Orders:
+        schedule, pp = step.schedule if step.mesh.pp > 1 else "none", step.mesh.pp
+        enough = step.num_micro_batches if schedule == "gpipe" else min(step.num_micro_batches, 2 * pp)
+        key = (schedule, pp, step.vpp, enough)
+        if key not in self._orders:
+            self._orders[key] = actions(schedule, pp=pp, vpp=step.vpp, num_micro_batches=enough)
+        return self._orders[key]
 
     def _chunk_s(self, blocks: Iterable[tuple[BlockWork, int]], machine: Machine, *, compiled: bool) -> float:
         """One micro-batch forward and backward: the device's seconds, or the host's when it dispatches slower (costmodel.simulate)."""
