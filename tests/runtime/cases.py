@@ -106,3 +106,27 @@ def parity(*, model: str, num_layers: int = 4, config: dict[str, Any] | None = N
         worst["weight"] = max(worst["weight"], error(value.detach(), weights[name].detach(), 0.0))
     local_bytes = sum((p.to_local() if hasattr(p, "to_local") else p).nbytes for p in trainer.parameters().values())
     return {**worst, "worst_name": worst_name, "names": sorted(held), "local_bytes": local_bytes, "rank": dist.get_rank()}
+
+
+def schedule_order(*, schedule: str, vpp: int, num_layers: int, micro_batch: int) -> list[tuple[int, str, int]]:
+    """What this pipeline rank runs in one step, as (stage, F or B, micro-batch), taken where torch runs it."""
+    plan = make_plan(
+        num_layers=num_layers, mesh={"pp": dist.get_world_size()}, schedule=schedule, vpp=vpp, micro_batch=micro_batch,
+        global_batch=GLOBAL_BATCH, seq_len=SEQUENCE,
+    )  # fmt: skip
+    trainer = runtime.apply(plan, gpt(num_layers), loss_fn=logits_loss)
+    ran: list[tuple[int, str, int]] = []
+    inner = trainer.pipeline.schedule
+    for stage in getattr(inner, "_stages", None) or [inner._stage]:
+        for kind, name in (("F", "forward_one_chunk"), ("B", "backward_one_chunk")):
+            setattr(stage, name, _recorded(getattr(stage, name), ran, stage.stage_index, kind))
+    trainer.step(global_batches(1)[0])
+    return ran
+
+
+def _recorded(function: Any, ran: list[tuple[int, str, int]], stage_index: int, kind: str) -> Any:
+    def call(index: int, *args: Any, **kwargs: Any) -> Any:
+        ran.append((stage_index, kind, index))
+        return function(index, *args, **kwargs)
+
+    return call
