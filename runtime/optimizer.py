@@ -9,6 +9,8 @@ import torch
 from torch.optim import SGD, AdamW, Optimizer
 
 from costmodel.errors import InputError
+from runtime.adamw_8bit import AdamW8bit
+from runtime.data_parallel import local
 
 ParameterGroups = list[dict[str, Any]]
 OptimizerFactory = Callable[[ParameterGroups], Optimizer]
@@ -20,6 +22,7 @@ def build_optimizer(name: str, groups: ParameterGroups) -> Optimizer:
     """The optimizer that `Job.optimizer` names, at LEARNING_RATE and torch's other defaults. Raises InputError when it does not run here."""
     factories: dict[str, OptimizerFactory] = {
         "adamw": lambda groups: AdamW(groups, lr=LEARNING_RATE, fused=True),
+        "adamw_8bit": lambda groups: AdamW8bit(groups, lr=LEARNING_RATE),
         "sgd": lambda groups: SGD(groups, lr=LEARNING_RATE, momentum=0.9),
     }
     if name not in factories:
@@ -30,5 +33,4 @@ def build_optimizer(name: str, groups: ParameterGroups) -> Optimizer:
 def state_bytes(optimizer: Optimizer) -> int:
     """Bytes of optimizer state on this rank."""
     tensors = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
-    parts = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
-    return sum(part.numel() * part.element_size() for part in parts)
+    return sum(local(tensor).nbytes for tensor in tensors)

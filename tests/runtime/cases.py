@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 import runtime
 from examples.gpt import GPTConfig, batches, build_model, loss_fn
+from runtime.measure import build_meter
 from tests.runtime.plans import GPT_LAYOUTS, LLAMA_LAYOUTS, make_plan
 
 VOCAB, SEQUENCE, GLOBAL_BATCH, STEPS = 96, 16, 8, 3
@@ -130,3 +132,41 @@ def _recorded(function: Any, ran: list[tuple[int, str, int]], stage_index: int, 
         return function(index, *args, **kwargs)
 
     return call
+
+
+def step_peak(*, plan: dict[str, Any]) -> float:
+    """Live bytes at the peak of a step, once the optimizer has its state."""
+    build, facts = MODELS["gpt"]
+    model = build(4, hidden_size=64, max_sequence=128)
+    made = make_plan(global_batch=GLOBAL_BATCH, seq_len=128, **facts, **plan)
+    trainer = runtime.apply(made, model, loss_fn=logits_loss)
+    del model
+    meter = build_meter(trainer, 2)
+    share = GLOBAL_BATCH // made.strategy.mesh.dp
+    for index in range(2):
+        meter.step(index, next(batches(batch=share, sequence=128, vocab_size=VOCAB)))
+    return meter.peak_bytes
+
+
+def tied(*, plan: dict[str, Any], vocab_size: int) -> dict[str, Any]:
+    """Parity of a GPT whose head shares the embedding."""
+    return parity(model="gpt", config={"tied": True, "vocab_size": vocab_size}, plan=plan)
+
+
+def split_loss(*, plan: dict[str, Any], mixes: bool) -> dict[str, Any]:
+    """Whether a loss ran on logits split over the vocabulary, and its error; `mixes`: the loss needs whole logits."""
+    build, facts = MODELS["gpt"]
+    model, batch = build(2), global_batches(1)[0]
+    index = torch.arange(SEQUENCE)
+
+    def loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        if mixes:
+            output = output * (index[None, :, None] >= 0)
+        return logits_loss(output, batch)
+
+    truth = loss(model(batch["input_ids"]), batch).item()
+    trainer = runtime.apply(make_plan(num_layers=2, global_batch=GLOBAL_BATCH, seq_len=SEQUENCE, **facts, **plan), model, loss_fn=loss)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        value = trainer.step(batch)
+    return {"gathers": trainer.stages[0].loss_fn.gathers, "error": abs(value - truth)}

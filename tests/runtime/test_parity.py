@@ -60,3 +60,29 @@ def test_parity(pool, name, model, num_parameters):
     if model == "llama" and plan["mesh"].get("tp") == 4:
         plan = {**plan, "mesh": {"tp": 2, "dp_replicate": 2}, "micro_batch": 2}
     check(pool.run("tests.runtime.cases:parity", ranks=ranks, model=model, plan=plan), num_parameters)
+
+
+TIED_CASES = {
+    "ddp": (4, {"mesh": {"dp_replicate": 4}}),
+    "zero 3": (4, {"mesh": {"dp_shard": 4}, "zero_stage": 3}),
+    "tp": (4, {"mesh": {"tp": 4}, "micro_batch": 4, "sequence_parallel": True}),
+    "pp": (4, {"mesh": {"pp": 4}, "schedule": "1f1b"}),
+    "pp, interleaved, fsdp": (4, {"mesh": {"pp": 2, "dp_shard": 2}, "schedule": "interleaved_1f1b", "vpp": 2, "zero_stage": 3}),
+    "pp, fsdp, tp": (8, {"mesh": {"pp": 2, "dp_shard": 2, "tp": 2}, "schedule": "1f1b", "zero_stage": 3}),
+}
+
+
+@pytest.mark.parametrize("name", TIED_CASES)
+def test_tied_embeddings(pool, name):
+    ranks, plan = TIED_CASES[name]
+    pipelined = plan["mesh"].get("pp", 1) > 1
+    check(pool.run("tests.runtime.cases:tied", ranks=ranks, plan=plan, vocab_size=97), 2 + 4 * 16 + 2 + pipelined)
+
+
+def test_loss_runs_on_split_logits_and_gathers_them_when_it_must(pool):
+    plan = {"mesh": {"tp": 2}}
+    split = pool.run("tests.runtime.cases:split_loss", ranks=2, plan=plan, mixes=False)
+    assert not any(result["gathers"] for result in split)
+    gathered = pool.run("tests.runtime.cases:split_loss", ranks=2, plan=plan, mixes=True)
+    assert all(result["gathers"] for result in gathered)
+    assert max(result["error"] for result in split + gathered) < 1e-5
