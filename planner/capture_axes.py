@@ -45,6 +45,7 @@ class Axes:
         self.heads: list[Leaves] = []
         self.sequence: list[Leaves] = []
         self.classes: list[tuple[Leaves, Leaves]] = []
+        self.gathered: list[Leaves] = []
         self.tables: list[tuple[Strided, Strided]] = []
         self._storages: dict[int, Storage] = {}
 
@@ -290,6 +291,8 @@ def _index(axes: Axes, record: Record) -> None:
     dims = axes.dims(source)
     out = record.outputs[0]
     chosen = axes.dims(max((indices[place] for place in places), key=lambda value: prod(value.shape)))
+    if source.storage in axes.parameters:
+        axes.gathered.append(dims[places[0]])
     result = [*dims[: places[0]], *chosen, *dims[places[-1] + 1 :]]
     axes.define(out, result if len(result) == len(out.shape) else axes.resized(out, []))
 

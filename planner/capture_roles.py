@@ -2,7 +2,7 @@
 
 A factor of a dim is *batch* or *sequence* when it is one of the model inputs' (or, for sequence, attention's query and key dims). It is *vocab* when it is
 the row dim of an embedding table looked up with token ids, or the class dim of a token loss; *experts* when it is the group dim of a grouped or batched
-matmul with parameters.
+matmul with parameters, or the rows, as many, of a parameter that is looked up beside it (biases of experts).
 
 Tensor parallelism divides a factor that (1) one matmul with a parameter makes (columns) and (2) another contracts (rows), unless the factor must stay
 whole: it is reduced by a norm, softmax or sum, contracted between two activations, or belongs to the residual stream (the last dim of what enters and
@@ -34,7 +34,9 @@ class Roles:
         self.sequence = self._set([*sequence, *axes.sequence]) - self.batch
         forward = [axes.matmuls[index] for index, record in enumerate(records) if record.phase == "forward" and index in axes.matmuls]
         self._weighted = [matmul for matmul in forward if matmul.weight >= 0]
-        self.experts = self._set(dim for matmul in self._weighted for dim in (matmul.groups, matmul.batch)) - self.batch - self.sequence
+        groups = self._set(dim for matmul in self._weighted for dim in (matmul.groups, matmul.batch)) - self.batch - self.sequence
+        sizes = {axes.atoms.size(leaf) for leaf in groups}
+        self.experts = groups | {leaf for leaf in self._set(axes.gathered) if axes.atoms.size(leaf) in sizes}
         self.vocab = self._vocab(tokens) - self.experts
         pairs = [matmul for matmul in forward if matmul.weight < 0]
         tokens_axes = self.batch | self.sequence | self.experts

@@ -23,7 +23,7 @@ _NO_KERNEL = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "ne
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strided:
-    """One tensor as an operator saw it. Equal values are the same elements in the same order."""
+    """One tensor as an operator saw it: strides and offset in bytes. Equal ones are the same elements in the same order."""
 
     storage: int
     shape: tuple[int, ...]
@@ -112,9 +112,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if key not in self._storages:
             self._storages[key] = len(self._storages)
             self._alive.append(tensor)
+        width = tensor.element_size()
         return Strided(
-            storage=self._storages[key], shape=tuple(tensor.shape), strides=tuple(tensor.stride()), offset=int(tensor.storage_offset()),
-            dtype=str(tensor.dtype)[6:],
+            storage=self._storages[key], shape=tuple(tensor.shape), strides=tuple(stride * width for stride in tensor.stride()),
+            offset=int(tensor.storage_offset()) * width, dtype=str(tensor.dtype)[6:],
         )  # fmt: skip
 
     def mark(

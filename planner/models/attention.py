@@ -145,8 +145,8 @@ def attention(
     flops = 2.0 * batch * count * pairs * (dim + wide)
     loops = (
         Loop(name="batch", size=batch, axis="batch"),
-        Loop(name="heads", size=count, axis="heads"),
-        Loop(name="kv_heads", size=k.shape[1], axis="kv_heads"),
+        Loop(name="heads", size=count, axis=q.axes[1]),
+        Loop(name="kv_heads", size=k.shape[1], axis=k.axes[1]),
         Loop(name="q", size=length, axis="sequence"),
         Loop(name="kv", size=keys, axis="sequence"),
         Loop(name="head_dim", size=dim),
@@ -163,8 +163,8 @@ def attention(
         grads = b.back_many("attention", "flash_backward", [gradient], wanted, saved=kept, loops=loops, flops=2.5 * flops, causal=causal)
         return tuple(dict(zip(wanted, grads, strict=True)).get(value) for value in inputs)
 
-    out = ((batch, length, count * wide), ("batch", "sequence", "heads"), q.dtype)
-    statistic = ((batch, count, length), ("batch", "heads", "sequence"), "fp32")
+    out = ((batch, length, count * wide), ("batch", "sequence", q.axes[1]), q.dtype)
+    statistic = ((batch, count, length), ("batch", q.axes[1], "sequence"), "fp32")
     made.extend(b.kernel(module, "attention", "flash", inputs, [out, statistic], rule, loops=loops, flops=flops, causal=causal))
     return ops.copy(b, made[0], module, made[0].shape, made[0].axes) if clones else made[0]
 

@@ -78,13 +78,14 @@ def self_attention(
 ) -> Variable:
     """Grouped-query attention with rotary positions. Gradients of q and k leave the rotation transposed and are copied before the projections' backward."""
     path = "self_attn"
+    axis, kv_axis = _head_axes(spec)
     q, k, v = _projections(b, x, spec)
-    q = _placed(b, q, f"{path}.q_norm", spec, spec.heads, "heads")
-    k = _placed(b, k, f"{path}.k_norm", spec, spec.kv_heads, "kv_heads")
+    q = _placed(b, q, f"{path}.q_norm", spec, spec.heads, axis)
+    k = _placed(b, k, f"{path}.k_norm", spec, spec.kv_heads, kv_axis)
     turn = attention.rotate_part if spec.fused else attention.rotate_pairs if spec.rope == "chunks" else attention.rotate
     cos, sin = tables
     q, k = (turn(b, value, cos, sin, path) for value in (q, k))
-    v = attention.heads(b, v, spec.kv_heads, "kv_heads", path, clones=mask is not None)
+    v = attention.heads(b, v, spec.kv_heads, kv_axis, path, clones=mask is not None)
     sinks = b.parameter(f"{path}.sinks", (spec.heads,), ("heads",), layout="column") if spec.sinks else None
     contiguous = spec.fused or spec.rope == "chunks"
     if mask is not None:
@@ -94,11 +95,17 @@ def self_attention(
     return ops.linear(b, out, f"{path}.o_proj", spec.hidden, bias=spec.output_bias)
 
 
+def _head_axes(spec: ModelSpec) -> tuple[str, str]:
+    """Axes of query and key-value heads. A norm over all heads together (OLMo 2) needs them whole, so tensor parallelism leaves that attention alone."""
+    return ("", "") if spec.qk_norm == "full" else ("heads", "kv_heads")
+
+
 def _projections(b: BlockBuilder, x: Variable, spec: ModelSpec) -> tuple[Variable, Variable, Variable]:
     widths = (spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, spec.kv_heads * spec.head_dim)
-    axes = ("heads", "kv_heads", "kv_heads")
+    axis, kv_axis = _head_axes(spec)
+    axes = (axis, kv_axis, kv_axis)
     if spec.fused:
-        fused = ops.linear(b, x, "self_attn.qkv_proj", sum(widths), "heads", bias=spec.attention_bias)
+        fused = ops.linear(b, x, "self_attn.qkv_proj", sum(widths), axis, bias=spec.attention_bias)
         q, k, v = b.slices(
             fused, [((*x.shape[:-1], width), (*x.axes[:-1], axis)) for width, axis in zip(widths, axes, strict=True)], "self_attn"
         )

@@ -65,7 +65,8 @@ def _grouped(b: BlockBuilder, x: Variable, ends: Variable, name: str, width: int
     """One matmul for every expert on its own rows: 2 rows n k flops; weights (experts, out, in), or (experts, in, out) when `swapped`."""
     inner, inner_axis = x.shape[-1], x.axes[-1]
     sizes, axes = ((inner, width), (inner_axis, axis)) if swapped else ((width, inner), (axis, inner_axis))
-    weight = b.parameter(name, (groups, *sizes), ("experts", *axes), layout="column" if axis else "row")
+    weight = b.parameter(name, (groups, *sizes), ("experts", *axes))
+    b.layout(name, "column" if axis else "row")
     m, n, k = (
         Loop(name=loop, size=size, axis=a) for loop, size, a in (("m", x.shape[0], "tokens"), ("n", width, axis), ("k", inner, inner_axis))
     )
@@ -95,7 +96,7 @@ def _grouped(b: BlockBuilder, x: Variable, ends: Variable, name: str, width: int
 def _bias(b: BlockBuilder, x: Variable, ids: Variable, name: str, groups: int) -> Variable:
     """Adds every row its expert's bias, gathered by the sorted expert ids."""
     path = name.rpartition(".")[0]
-    table = b.parameter(name, (groups, x.shape[-1]), ("experts", x.axes[-1]), layout="column" if x.axes[-1] else "row")
+    table = b.parameter(name, (groups, x.shape[-1]), ("experts", x.axes[-1]))
     return ops.add(b, x, take(b, table, ids, path, axes=x.axes), path)
 
 

@@ -35,7 +35,9 @@ def build_t5(program: Program) -> None:
 def _embedding(b: BlockBuilder, program: Program) -> tuple[Variable, ...]:
     """Encoder ids and the labels shifted right, both looked up in one table."""
     spec = program.spec
-    table = b.parameter("shared.weight", (spec.vocab, spec.hidden), ("vocab", ""), layout="vocab")
+    table = b.parameter("shared.weight", (spec.vocab, spec.hidden), ("vocab", ""))
+    for module in ("encoder.embed_tokens", "decoder.embed_tokens"):
+        b.layout(module, "vocab")
     encoder = ops.lookup(b, program.ids(b), table, "encoder.embed_tokens")
     labels = program.labels(b)
     shifted = ops.copy(b, labels, "", labels.shape, labels.axes)
