@@ -58,8 +58,18 @@ def problem_of(model: Model, cluster: Cluster | str, job: Job, engine: Engine) -
         spec = resolve(model)
         graph = spec_graph(spec, batch=1, sequence=job.seq_len)
         return Problem(model=spec.name, graph=graph, cluster=cluster, job=job, engine=engine, spec=spec)
+    return capture_problem(model, cluster, job, engine)
+
+
+def capture_problem(
+    module: nn.Module, cluster: Cluster, job: Job, engine: Engine, *, loss_fn: object = None, example_inputs: object = None
+) -> Problem:
+    """The problem of an nn.Module. Imports torch. Raises InputError when the module cannot be captured (planner.capture)."""
     from planner.capture import capture
 
     accelerated = cluster.pool.device.kind != "cpu"
-    graph = capture(model, sequence=job.seq_len, dtype=storage_dtype(job.precision), fused_kernels=accelerated)
+    graph = capture(
+        module, sequence=job.seq_len, example_inputs=example_inputs, loss_fn=loss_fn, dtype=storage_dtype(job.precision),
+        fused_kernels=accelerated,
+    )  # fmt: skip
     return Problem(model=graph.name, graph=graph, cluster=cluster, job=job, engine=engine)

@@ -22,6 +22,7 @@ from planner.strategy import Strategy
 
 BAR_WIDTH = 28
 TEXT_WIDTH = 110
+MAX_RANK_COLUMNS = 6
 
 
 def plan_text(plan: Plan) -> str:
@@ -222,15 +223,19 @@ def _lines_table(lines: Iterable[Line], total: float, *, seconds: bool) -> Table
 
 
 def _rank_table(estimate: Estimate) -> Table:
-    table = _table("rank", *(str(stage.rank_index) for stage in estimate.stages))
-    names = dict.fromkeys(line.name for stage in estimate.stages for line in stage.classes)
+    """One column a pipeline rank; of many only the first and the last few."""
+    stages = estimate.stages
+    if len(stages) > MAX_RANK_COLUMNS:
+        stages = (*stages[: MAX_RANK_COLUMNS // 2], *stages[-(MAX_RANK_COLUMNS // 2) :])
+    table = _table("rank", *(str(stage.rank_index) for stage in stages))
+    names = dict.fromkeys(line.name for stage in stages for line in stage.classes)
     for name in names:
-        amounts = [sum(line.amount for line in stage.classes if line.name == name) for stage in estimate.stages]
+        amounts = [sum(line.amount for line in stage.classes if line.name == name) for stage in stages]
         if any(amounts):
             table.add_row(name.replace("_", " "), *map(format_bytes, amounts))
-    for i, (name, _) in enumerate(peaks(estimate.stages[0])):
-        table.add_row(f"{name} peak", *(format_bytes(peaks(stage)[i][1]) for stage in estimate.stages))
-    table.add_row("micro-batches in flight", *(f"{stage.in_flight:g}" for stage in estimate.stages))
+    for i, (name, _) in enumerate(peaks(stages[0])):
+        table.add_row(f"{name} peak", *(format_bytes(peaks(stage)[i][1]) for stage in stages))
+    table.add_row("micro-batches in flight", *(f"{stage.in_flight:g}" for stage in stages))
     return table
 
 
