@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import runtime
 from examples.gpt import GPTConfig, batches, build_model, loss_fn
+from runtime.launch import train
 from runtime.measure import build_meter
 from tests.runtime.plans import GPT_LAYOUTS, LLAMA_LAYOUTS, make_plan
 
@@ -170,3 +171,9 @@ def split_loss(*, plan: dict[str, Any], mixes: bool) -> dict[str, Any]:
         warnings.simplefilter("ignore")
         value = trainer.step(batch)
     return {"gathers": trainer.stages[0].loss_fn.gathers, "error": abs(value - truth)}
+
+
+def train_target(*, plan: dict[str, Any]) -> list[float]:
+    """Losses of the examples' GPT trained as `python -m runtime.launch` trains it."""
+    made = make_plan(global_batch=GLOBAL_BATCH, seq_len=32, layouts=GPT_LAYOUTS, **plan)
+    return list(train(made, "examples.gpt:build_model", steps=4, seed=0, local_rank=0).losses)

@@ -1,0 +1,78 @@
+"""A plan file and a model's name become trained steps and a report, through torchrun."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from costmodel.errors import InputError
+from planner import codec
+from runtime.launch import main, run_local
+from runtime.target import load_target
+from tests.runtime.plans import GPT_LAYOUTS, make_plan
+
+pytestmark = pytest.mark.dist
+
+
+def write(plan, path):
+    codec.save_plan(plan, path)
+    return path
+
+
+def test_run_local_trains_and_reports(tmp_path, capfd):
+    plan = make_plan(layouts=GPT_LAYOUTS, mesh={"pp": 2, "tp": 2}, schedule="1f1b", micro_batch=2, seq_len=32)
+    path = write(plan, tmp_path / "plan.json")
+    report = run_local(path, "examples.gpt:build_model", steps=4)
+    out = capfd.readouterr().out
+    assert "predicted" in out
+    assert "step    4" in out
+    assert report.losses[-1] < report.losses[0]
+    assert [rank.pipeline_index for rank in report.ranks] == [0, 0, 1, 1]
+    assert min(rank.measured_peak_bytes for rank in report.ranks) > 1e5
+    assert report.measured_step_s > 0
+    assert json.loads((tmp_path / "plan.measured.json").read_text())["num_steps"] == 4
+
+
+def test_refused_before_anything_starts(tmp_path):
+    path = write(make_plan(mesh={"cp": 2}), tmp_path / "plan.json")
+    with pytest.raises(InputError, match="context parallel"):
+        run_local(path, "examples.gpt:build_model")
+
+
+@pytest.mark.parametrize("name", ["examples.gpt", "no.such:thing", "examples.gpt:nothing", ":build_model"])
+def test_bad_targets(name):
+    with pytest.raises(InputError) as caught:
+        load_target(name)
+    assert caught.value.remedy
+
+
+def test_needs_a_launcher(monkeypatch, tmp_path):
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit) as caught:
+        main([str(tmp_path / "plan.json"), "examples.gpt:build_model"])
+    assert caught.value.code == 2
+
+
+def test_losses_do_not_depend_on_the_plan(pool):
+    plans = [{"mesh": {"dp_replicate": 2}}, {"mesh": {"tp": 2}}, {"mesh": {"pp": 2}, "schedule": "gpipe"}]
+    runs = [pool.run("tests.runtime.cases:train_target", ranks=2, plan=plan)[0] for plan in plans]
+    for losses in runs[1:]:
+        assert losses == pytest.approx(runs[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw_8bit"])
+def test_other_optimizers_train_on_parts(pool, optimizer):
+    losses = pool.run(
+        "tests.runtime.cases:train_target", ranks=4, plan={"mesh": {"dp_shard": 2, "tp": 2}, "zero_stage": 3, "optimizer": optimizer}
+    )
+    assert losses[0][-1] < losses[0][0]
+
+
+@pytest.mark.parametrize("zero_stage", [0, 3])
+def test_bf16(pool, zero_stage):
+    axis = "dp_shard" if zero_stage else "dp_replicate"
+    exact = pool.run("tests.runtime.cases:train_target", ranks=2, plan={"mesh": {axis: 2}, "zero_stage": zero_stage})[0]
+    half = pool.run("tests.runtime.cases:train_target", ranks=2, plan={"mesh": {axis: 2}, "zero_stage": zero_stage, "precision": "bf16"})[0]
+    assert half == pytest.approx(exact, rel=5e-3)
+    assert half != exact
