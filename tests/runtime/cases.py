@@ -17,6 +17,10 @@ from runtime.measure import build_meter
 from tests.runtime.plans import GPT_LAYOUTS, LLAMA_LAYOUTS, make_plan
 
 VOCAB, SEQUENCE, GLOBAL_BATCH, STEPS = 96, 16, 8, 3
+SIZES = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "max_position_embeddings": SEQUENCE,
+}  # fmt: skip
 
 
 def gpt(num_layers: int, **config: Any) -> nn.Module:
@@ -33,10 +37,7 @@ def llama(num_layers: int, **config: Any) -> nn.Module:
     """A small Llama of transformers with grouped-query attention."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {
-        "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": num_layers, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "max_position_embeddings": SEQUENCE, "tie_word_embeddings": False,
-    }  # fmt: skip
+    sizes = {**SIZES, "num_hidden_layers": num_layers, "num_key_value_heads": 2, "tie_word_embeddings": False}
     torch.manual_seed(1)
     return LlamaForCausalLM(LlamaConfig(**{**sizes, **config}))
 
@@ -46,9 +47,56 @@ def logits_loss(output: Any, batch: dict[str, Tensor]) -> Tensor:
     return loss_fn(getattr(output, "logits", output), batch)
 
 
+def qwen3(num_layers: int, **config: Any) -> nn.Module:
+    """Norms on every head's queries and keys: replicated modules that see only a rank's heads."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(1)
+    return Qwen3ForCausalLM(Qwen3Config(**{**SIZES, "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": False, **config}))
+
+
+def gemma2(num_layers: int, **config: Any) -> nn.Module:
+    """Norms after attention and mlp, alternating windows, capped logits, tied embeddings."""
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    sizes = {
+        **SIZES,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "query_pre_attn_scalar": 8,
+        "sliding_window": 8,
+        "attn_implementation": "eager",
+    }
+    torch.manual_seed(1)
+    return Gemma2ForCausalLM(Gemma2Config(**{**sizes, **config}))
+
+
+def gpt2(num_layers: int, **config: Any) -> nn.Module:
+    """Conv1D instead of linears, learned positions, tied embeddings."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(1)
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=4, n_head=4, n_positions=SEQUENCE, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    )
+
+
+LLAMA = {"chain": "model.layers", "ends": ("model.embed_tokens", "lm_head")}
 MODELS = {
+    "qwen3": (qwen3, {**LLAMA, "layouts": (*LLAMA_LAYOUTS, *((f"model.layers.*.self_attn.{name}_norm", "replicate") for name in "qk"))}),
+    "gemma2": (
+        gemma2,
+        {
+            **LLAMA,
+            "layouts": (*LLAMA_LAYOUTS, *((f"model.layers.*.{name}_feedforward_layernorm", "replicate") for name in ("pre", "post"))),
+        },
+    ),
+    "gpt2": (
+        gpt2,
+        {"chain": "transformer.h", "layouts": (("transformer.h.*.attn.c_attn", "column"),), "ends": ("transformer.wte", "lm_head")},
+    ),
     "gpt": (gpt, {"chain": "blocks", "layouts": GPT_LAYOUTS}),
-    "llama": (llama, {"chain": "model.layers", "layouts": LLAMA_LAYOUTS, "ends": ("model.embed_tokens", "lm_head")}),
+    "llama": (llama, {**LLAMA, "layouts": LLAMA_LAYOUTS}),
 }
 
 
