@@ -15,7 +15,7 @@ from planner.capture_axes import Axes
 from planner.capture_ops import flops, is_causal, loops, op_class, op_name, scaled
 from planner.capture_roles import Roles
 from planner.capture_trace import Record, Strided, Trace
-from planner.graph import TENSOR_PARALLEL_AXES, Block, Node, Tensor
+from planner.graph import TENSOR_PARALLEL_AXES, TOKEN_AXES, Block, Node, Tensor
 
 _DTYPES = {
     "float32": "fp32", "float64": "fp64", "float16": "fp16", "bfloat16": "bf16", "float8_e4m3fn": "fp8", "float8_e5m2": "fp8",
@@ -56,6 +56,8 @@ class BlockWriter:
             for size, stride, dim in zip(root.shape, root.strides, dims, strict=True)
         )
         axes = tuple(map(self._roles.axis, dims))
+        if kind == "parameter":
+            axes = tuple("" if axis in TOKEN_AXES else axis for axis in axes)
         dtype = "compute" if value.dtype == self._scale.compute else _DTYPES.get(value.dtype, value.dtype)
         dtype = "fp32" if statistic and dtype == "compute" else dtype
         self.tensors[name] = Tensor(tensor_id=name, shape=shape, axes=axes, dtype=dtype, kind=kind, trainable=trainable)

@@ -113,10 +113,11 @@ def trace_rest(module: nn.Module, calls: list[BlockCall], inputs: dict[str, Tens
     anchor = torch.empty((), requires_grad=True)
     with _without_blocks(calls, recorder, anchor), recorder.recording():
         loss = run()
+        saved = recorder.saved()
         targets = {name: p for name, p in outside.items() if p.requires_grad} | {"": anchor}
         gradients = differentiate(recorder, [loss] if loss.requires_grad else [], targets)
     buffers = {name: buffer for name, buffer in module.named_buffers() if id(buffer) not in in_blocks}
-    trace = finish_trace(recorder, outside, buffers, inputs, [loss], gradients)
+    trace = finish_trace(recorder, outside, buffers, inputs, [loss], saved, gradients)
     return Rest(trace=trace, segment_of=_segments(trace.records, len(calls)), marks=tuple(r for r in trace.records if r.op == "block"))
 
 

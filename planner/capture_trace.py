@@ -8,6 +8,7 @@ eager's own answer and not a reconstruction. Backward operators are linked to fo
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -85,19 +86,26 @@ def issue(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return func(*args, **kwargs)
 
 
+class _Kept:
+    """A tensor that autograd saved; it lives as long as the backward node that needs it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Collects Records. Names modules by `paths` (id of module -> path); `pause` hides operators that are ours."""
 
     def __init__(self, paths: dict[int, str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.records: list[Record] = []
-        self.saved: dict[int, None] = {}
         self.phase = "forward"
         self.paused = False
         self._paths = paths
         self._stack: list[str] = []
         self._storages: dict[int, int] = {}
-        self._alive: list[Tensor] = []
+        self._alive: list[torch.UntypedStorage] = []
+        self._kept: list[tuple[int, weakref.ref[_Kept]]] = []
         self._modules: dict[int, str] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -107,11 +115,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def value(self, tensor: Tensor) -> Strided:
-        """The Strided of `tensor`; keeps it alive so that storage identities stay unique."""
-        key = tensor.untyped_storage()._cdata
+        """The Strided of `tensor`; keeps its storage alive so that identities stay unique."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
         if key not in self._storages:
             self._storages[key] = len(self._storages)
-            self._alive.append(tensor)
+            self._alive.append(storage)
         width = tensor.element_size()
         return Strided(
             storage=self._storages[key], shape=tuple(tensor.shape), strides=tuple(stride * width for stride in tensor.stride()),
@@ -166,17 +175,22 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if id(module) in self._paths:
             self._stack.pop()
 
-    def _pack(self, tensor: Tensor) -> Tensor:
+    def _pack(self, tensor: Tensor) -> _Kept:
+        kept = _Kept(tensor)
         if self.phase == "forward" and not self.paused:
-            self.saved.setdefault(self.value(tensor).storage)
-        return tensor
+            self._kept.append((self.value(tensor).storage, weakref.ref(kept)))
+        return kept
+
+    def saved(self) -> list[int]:
+        """Storages that autograd holds now. What belongs to results that were dropped (values of a top-k that only routes) is gone already."""
+        return list(dict.fromkeys(storage for storage, kept in self._kept if kept() is not None))
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Hooks and mode on."""
         handles = (register_module_forward_pre_hook(self._enter), register_module_forward_hook(self._leave))
         try:
-            with self, torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
+            with self, torch.autograd.graph.saved_tensors_hooks(self._pack, lambda kept: kept.tensor):
                 yield
         finally:
             for handle in handles:
@@ -252,12 +266,12 @@ def differentiate(
 
 def finish_trace(
     recorder: Recorder, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], inputs: Mapping[str, Tensor], outputs: Sequence[Tensor],
-    gradients: tuple[list[tuple[Strided, Strided]], dict[str, Strided]],
+    saved: list[int], gradients: tuple[list[tuple[Strided, Strided]], dict[str, Strided]],
 ) -> Trace:  # fmt: skip
     """The Trace of a recorder that has seen forward and backward."""
     return Trace(
         records=recorder.records,
-        saved=list(recorder.saved),
+        saved=saved,
         parameters={name: recorder.value(parameter) for name, parameter in parameters.items()},
         trainable=frozenset(name for name, parameter in parameters.items() if parameter.requires_grad),
         buffers={name: recorder.value(buffer) for name, buffer in buffers.items()},
@@ -279,5 +293,6 @@ def trace_call(module: nn.Module, inputs: dict[str, Tensor], call: Callable[[dic
                 outputs.append(out)
         targets: dict[str, Tensor] = {name: p for name, p in parameters.items() if p.requires_grad}
         targets |= {f"input:{name}": tensor for name, tensor in inputs.items() if tensor.requires_grad}
+        saved = recorder.saved()
         gradients = differentiate(recorder, [out for out in outputs if out.requires_grad], targets)
-    return finish_trace(recorder, parameters, dict(module.named_buffers()), inputs, outputs, gradients)
+    return finish_trace(recorder, parameters, dict(module.named_buffers()), inputs, outputs, saved, gradients)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -23,22 +25,28 @@ def saved_bytes(graph: Graph) -> int:
     return total
 
 
+class Kept:
+    """What a pack hook returns: it lives as long as the autograd node that saved it."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self.tensor = tensor
+
+
 def eager_saved_bytes(model: nn.Module, run) -> int:
-    """Bytes of distinct storages that autograd packs in a real forward, parameters and buffers excluded."""
+    """Bytes of distinct storages that autograd holds after a real forward, parameters and buffers excluded."""
     own = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
-    seen: dict[int, int] = {}
-    alive = []
+    kept: weakref.WeakSet[Kept] = weakref.WeakSet()
 
     def pack(tensor):
-        alive.append(tensor)
-        key = tensor.untyped_storage()._cdata
-        if key not in own:
-            seen[key] = tensor.untyped_storage().nbytes()
-        return tensor
+        holder = Kept(tensor)
+        kept.add(holder)
+        return holder
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        run()
-    return sum(seen.values())
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda holder: holder.tensor):
+        loss = run()
+    storages = {holder.tensor.untyped_storage()._cdata: holder.tensor.untyped_storage().nbytes() for holder in kept}
+    del loss
+    return sum(size for key, size in storages.items() if key not in own)
 
 
 @pytest.mark.parametrize("config", [GPTConfig(), GPTConfig(num_kv_heads=2, tied=True), GPTConfig(norm="rms", num_layers=2)])
