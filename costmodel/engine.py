@@ -23,8 +23,10 @@ class Engine:
         gathered again (Megatron).
     fused_input_gradient: the input gradients of q/k/v (gate/up) are summed before one reduction (fused QKV weights) instead of one each.
     overlap_gradient_reduce, overlap_parameter_gather: ZeRO traffic runs beside compute.
-    reduces_each_micro_batch: ZeRO-2/3 gradients are reduced (and ZeRO-2 parameters gathered) in every micro-batch, not once a step (FSDP2 without pipeline).
+    fully_shard: ZeRO-2 and 3 are torch's fully_shard. Parameters at rest are sharded under both; both gather them and reduce gradients in every micro-batch
+        (with a pipeline: gather once, keep whole parameters and whole gradients, reduce after the last backward).
     ddp_bucket_copy: plain data parallelism keeps a second copy of the gradients in reduction buckets (DDP without gradient_as_bucket_view).
+    pipeline_buffers: receive buffers are allocated for every micro-batch up front and stage outputs are kept until their backward (torch pipelining).
     attention_kernel: "native" runs the architecture's best fused attention (cuDNN, FlashAttention 3), "flash2" FlashAttention 2 everywhere.
     fused_optimizer: one kernel updates each group of weights; otherwise temporaries of all weights appear in the optimizer step.
     overlap_tensor_parallel: in backward, reductions of input gradients and repeated gathers of inputs run beside the weight and input gradient matmuls.
@@ -45,8 +47,9 @@ class Engine:
     fused_input_gradient: bool
     overlap_gradient_reduce: bool
     overlap_parameter_gather: bool
-    reduces_each_micro_batch: bool
+    fully_shard: bool
     ddp_bucket_copy: bool
+    pipeline_buffers: bool
     attention_kernel: str
     fused_optimizer: bool
     overlap_tensor_parallel: bool
@@ -79,8 +82,9 @@ ENGINES: tuple[Engine, ...] = (
         fused_input_gradient=True,
         overlap_gradient_reduce=True,
         overlap_parameter_gather=True,
-        reduces_each_micro_batch=True,
+        fully_shard=True,
         ddp_bucket_copy=False,
+        pipeline_buffers=True,
         attention_kernel="flash2",
         fused_optimizer=True,
         overlap_tensor_parallel=False,
@@ -108,8 +112,9 @@ ENGINES: tuple[Engine, ...] = (
         fused_input_gradient=False,
         overlap_gradient_reduce=True,
         overlap_parameter_gather=True,
-        reduces_each_micro_batch=True,
+        fully_shard=True,
         ddp_bucket_copy=True,
+        pipeline_buffers=True,
         attention_kernel="flash2",
         fused_optimizer=True,
         overlap_tensor_parallel=False,
@@ -137,8 +142,9 @@ ENGINES: tuple[Engine, ...] = (
         fused_input_gradient=True,
         overlap_gradient_reduce=True,
         overlap_parameter_gather=True,
-        reduces_each_micro_batch=False,
+        fully_shard=False,
         ddp_bucket_copy=False,
+        pipeline_buffers=False,
         attention_kernel="native",
         fused_optimizer=True,
         overlap_tensor_parallel=True,

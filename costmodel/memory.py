@@ -1,18 +1,20 @@
 """Device memory of every pipeline rank: what lives when.
 
-Held through the step: parameters, gradients (flat, or born block by block in backward), optimizer state, fp32 masters. On top, walking the rank's actions:
+Held through the step: parameters, optimizer state, fp32 masters, and gradients once they exist (flat buffers and DDP buckets: from the start; after the first
+micro-batch: all; else block by block in backward). On top, at every block b of a chunk with n micro-batches in flight on the rank,
 
-    forward of block b :  saved of the micro-batches in flight + saved of the blocks before b + peak inside b
-    backward of block b:  saved of the others + saved of blocks up to b + incoming gradient + peak inside b (with recompute: its whole saved set again)
-                          + gradients born so far + what ZeRO-3 has gathered (this block and the prefetched one) + gradients not yet reduced
+    forward of b :  saved of what is in flight, up to b + peak inside b + gathered
+    backward of b:  saved of the other micro-batches and of blocks up to b + incoming gradient + peak inside b (recompute included) + gathered + gradients
 
-Peaks: init (weights in place), step (largest of the above), optimizer (weights, gradients, states, temporaries of an update
-that is not fused). A CPU rank has no
-context, communicator or allocator overhead: its bytes are those of live tensors.
+gathered (costmodel.engine.Engine.fully_shard): ZeRO-3 holds its root (embedding, final norm, head) whole, this block, and one block whose buffer is being
+filled or freed; in backward also the previous block's gradients on their way to the reduce-scatter and the root's gradients until the end; ZeRO-2 holds every
+block between its forward and its backward; with a pipeline both hold everything. Peaks: init (weights in place), step (the largest moment), optimizer
+(weights, gradients, states, temporaries of an update that is not fused). A CPU rank has no context, communicators or allocator: its bytes are live tensors.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from costmodel.engine import Engine
@@ -20,23 +22,44 @@ from costmodel.estimate import Line, StageMemory
 from costmodel.hardware import NodePool
 from costmodel.optimizers import optimizer
 from costmodel.schedule import Action, peak_in_flight
-from costmodel.sharding import compute_bytes, local_elements, shards
+from costmodel.sharding import compute_bytes, local_elements, parameter_stage, reduces_each_micro_batch, shards, uses_torch_ddp
 from costmodel.work import DTYPE_BYTES, BlockWork, StageWork, StepWork
 
 # NCCL allocates its channel buffers per communicator: 342-392 MiB for the set of one 8-GPU node (aiconfigurator 0.12.0), about 0.13 GiB each.
 COMMUNICATOR_BYTES = 0.13 * 2**30
-PINNED_HOST_BYTES_PER_DEVICE = 4.0 * 2**30
+# Pinned staging and data-loader memory per device (engineering default).
+PINNED_HOST_BYTES = 4.0 * 2**30
+NEVER_SHARDED = 9
+
+Runs = tuple[tuple[BlockWork, int], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """Bytes one rank holds whatever runs."""
+    """Bytes one rank holds whatever runs. gradients_bytes: all of them, as they rest between micro-batches."""
 
     parameters_bytes: float
     gradients_bytes: float
     states_bytes: float
-    buckets_bytes: float
+    copies_bytes: float
     temporaries_bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """What is alive at one point besides parameters, states and the saved tensors of whole micro-batches in flight.
+
+    workspace_bytes counts from the full saved set of this micro-batch, so it is negative where not all of it exists yet.
+    """
+
+    workspace_bytes: float
+    gathered_bytes: float
+    gradients_bytes: float
+
+    @property
+    def total_bytes(self) -> float:
+        """All of it."""
+        return self.workspace_bytes + self.gathered_bytes + self.gradients_bytes
 
 
 def usable_bytes(pool: NodePool) -> float:
@@ -51,132 +74,142 @@ def stage_memories(step: StepWork, engine: Engine, pool: NodePool, orders: tuple
 
 def host_bytes(step: StepWork, engine: Engine, pool: NodePool) -> float:
     """Host memory of one node: pinned buffers and loaders per device, plus states that were offloaded."""
-    per_device = PINNED_HOST_BYTES_PER_DEVICE if pool.device.kind != "cpu" else 0.0
+    cpu = pool.device.kind == "cpu"
+    per_device = 0.0 if cpu else PINNED_HOST_BYTES
     if step.offload_optimizer or step.offload_parameters:
-        held = [_held(step, engine, _blocks(step, rank), rank) for rank in range(step.mesh.pp)]
-        worst = max(item.states_bytes * step.offload_optimizer + item.parameters_bytes * step.offload_parameters for item in held)
-        per_device += worst
+        held = [_held(step, engine, _blocks(step, rank), rank, cpu) for rank in range(step.mesh.pp)]
+        per_device += max(item.states_bytes * step.offload_optimizer + item.parameters_bytes * step.offload_parameters for item in held)
     return per_device * pool.devices_per_node
 
 
-def _blocks(step: StepWork, rank: int) -> list[tuple[BlockWork, int]]:
-    return [run for stage in step.stages if stage.rank_index == rank for run in stage.blocks]
+def _blocks(step: StepWork, rank: int) -> Runs:
+    return tuple(run for stage in step.stages if stage.rank_index == rank for run in stage.blocks)
 
 
-def _held(step: StepWork, engine: Engine, blocks: list[tuple[BlockWork, int]], rank: int) -> Held:
-    def elements(stage: int, trainable: bool) -> float:
-        return sum(local_elements(block.parameters, step, stage, trainable=trainable) * repeat for block, repeat in blocks)
-
+def _held(step: StepWork, engine: Engine, blocks: Runs, rank: int, cpu: bool) -> Held:
     tied = step.tied_embedding_params if step.mesh.pp > 1 and rank == step.mesh.pp - 1 else 0.0
+
+    def elements(stage: int, *, trainable: bool = True) -> float:
+        own = sum(local_elements(block.parameters, step, stage, trainable=trainable) * repeat for block, repeat in blocks)
+        return own + tied / shards(step, stage)[0]
+
     weight, gradient = float(DTYPE_BYTES[step.parameter_dtype]), float(DTYPE_BYTES[step.gradient_dtype])
-    trainable = elements(1, True) + tied / shards(step, 1)[0]
-    state = optimizer(step.optimizer).state_bytes + (4.0 if engine.master_weights and step.parameter_dtype != "fp32" else 0.0)
-    gradient_elements = elements(2, True) + tied / shards(step, 2)[0]
-    unreduced = step.zero_stage >= 2 and not (engine.reduces_each_micro_batch and step.mesh.pp == 1)
-    copied = engine.ddp_bucket_copy and step.zero_stage == 0 and step.mesh.size("dp_cp") > 1
-    extra = gradient_elements * gradient if copied else 0.0
-    if unreduced:
-        extra = (elements(9, True)) * gradient
+    master = 4.0 if engine.master_weights and step.parameter_dtype != "fp32" else 0.0
+    ddp_copy = engine.ddp_bucket_copy and uses_torch_ddp(step, engine)
+    autocast = step.zero_stage == 0 and step.parameter_dtype == "fp32" and step.compute_dtype != "fp32"
+    layers = sum(block.parameters.total * repeat for block, repeat in blocks if block.role != "embedding")
+    largest = max(local_elements(block.parameters, step, 1, trainable=True) for block, _ in blocks)
+    temporaries = 2.0 * largest if cpu else elements(1)
+    whole = engine.fully_shard and step.zero_stage >= 2 and not reduces_each_micro_batch(step, engine)
     return Held(
-        parameters_bytes=(elements(3, False) + tied / shards(step, 3)[0]) * weight,
-        gradients_bytes=gradient_elements * gradient,
-        states_bytes=trainable * state,
-        buckets_bytes=extra,
-        temporaries_bytes=0.0 if engine.fused_optimizer else trainable * 4.0,
+        parameters_bytes=elements(parameter_stage(engine), trainable=False) * weight,
+        gradients_bytes=elements(NEVER_SHARDED if whole else 2) * gradient,
+        states_bytes=elements(1) * (optimizer(step.optimizer).state_bytes + master),
+        copies_bytes=(elements(2) * gradient if ddp_copy else 0.0) + (layers * compute_bytes(step) if autocast else 0.0),
+        temporaries_bytes=0.0 if engine.fused_optimizer else temporaries * 4.0,
     )
 
 
 def _rank_memory(step: StepWork, engine: Engine, pool: NodePool, rank: int, order: tuple[Action, ...]) -> StageMemory:
     stages = [stage for stage in step.stages if stage.rank_index == rank]
-    blocks = _blocks(step, rank)
-    held = _held(step, engine, blocks, rank)
-    weights = {stage.stage_index: _saved(stage) for stage in stages}
-    activations, live = peak_in_flight(order, weights)
-    inside = max((_inside(stage, held, step, engine) for stage in stages), key=lambda item: item[0])
-    logits = max((block.logits_bytes for block, _ in blocks), default=0.0)
-    gathered = _gathered(stages, step)
-    boundary = sum(stage.boundary_bytes for stage in stages) if step.mesh.pp > 1 else 0.0
-    cpu = pool.device.kind == "cpu"
-    tensors = (
-        held.parameters_bytes
-        + held.gradients_bytes
-        + held.states_bytes
-        + held.buckets_bytes
-        + activations
-        + inside[0]
-        + gathered
-        + boundary
-    )
-    tensors -= held.states_bytes * step.offload_optimizer + inside[1]
-    reserve = 0.0 if cpu else engine.allocator_reserve_frac * tensors
-    communicators = 0.0 if cpu else COMMUNICATOR_BYTES * _num_communicators(step)
-    framework = (0.0 if cpu else engine.context_bytes) + reserve
-    temporaries = held.temporaries_bytes
-    fixed = communicators + framework
+    blocks, cpu = _blocks(step, rank), pool.device.kind == "cpu"
+    held = _held(step, engine, blocks, rank, cpu)
+    activations, live = peak_in_flight(order, {stage.stage_index: _saved(stage) for stage in stages})
+    moment = max((point for stage in stages for point in _moments(stage, blocks, held, step, engine)), key=lambda point: point.total_bytes)
+    boundaries = sum(_boundary_bytes(stage, step, engine, live[stage.stage_index]) for stage in stages)
     states = 0.0 if step.offload_optimizer else held.states_bytes
-    logits = min(logits, activations + inside[0])
-    from_inside = min(logits, inside[0])
+    saved = max(0.0, activations + min(0.0, moment.workspace_bytes))
+    workspace = max(0.0, moment.workspace_bytes)
+    logits = min(max((block.logits_bytes for block, _ in blocks), default=0.0), saved)
+    tensors = (
+        held.parameters_bytes + moment.gradients_bytes + held.copies_bytes + states + saved + workspace + moment.gathered_bytes + boundaries
+    )
+    communicators = 0.0 if cpu else COMMUNICATOR_BYTES * _num_communicators(step)
+    reserve = 0.0 if cpu else engine.allocator_reserve_frac
+    framework = (0.0 if cpu else engine.context_bytes) + reserve * tensors
     classes = (
         Line(name="parameters", amount=held.parameters_bytes, detail=f"stored in {step.parameter_dtype}"),
-        Line(
-            name="gradients",
-            amount=held.gradients_bytes + held.buckets_bytes - inside[1],
-            detail=f"{step.gradient_dtype}, ZeRO {step.zero_stage}",
-        ),
+        Line(name="gradients", amount=moment.gradients_bytes, detail=f"{step.gradient_dtype}, ZeRO {step.zero_stage}"),
         Line(name="optimizer_state", amount=states, detail=step.optimizer),
-        Line(name="activations", amount=activations - (logits - from_inside), detail=f"{sum(live.values())} micro-batches in flight"),
-        Line(name="recompute_workspace", amount=inside[0] - from_inside, detail="largest transient of one block"),
-        Line(name="logits", amount=logits, detail="head output, its fp32 copy and gradient"),
-        Line(name="gather_buffers", amount=gathered + boundary, detail="gathered parameters and stage boundaries"),
+        Line(name="activations", amount=saved - logits, detail=f"{sum(live.values())} micro-batches in flight"),
+        Line(name="recompute_workspace", amount=workspace, detail="transient of the worst block: recompute, gradients of activations"),
+        Line(name="logits", amount=logits, detail="kept by the head for its backward"),
+        Line(name="gather_buffers", amount=moment.gathered_bytes + held.copies_bytes + boundaries, detail="whole parameters, copies, stage boundaries"),
         Line(name="communicators", amount=communicators),
-        Line(name="framework", amount=framework, detail=f"context, and {engine.allocator_reserve_frac:.0%} allocator reserve"),
-    )
+        Line(name="framework", amount=framework, detail=f"context, and {reserve:.0%} allocator reserve"),
+    )  # fmt: skip
+    resting = held.parameters_bytes + communicators + (0.0 if cpu else engine.context_bytes)
     return StageMemory(
-        rank_index=rank, classes=classes, init_peak_bytes=held.parameters_bytes + fixed, step_peak_bytes=sum(line.amount for line in classes),
-        optimizer_peak_bytes=held.parameters_bytes + held.gradients_bytes + held.buckets_bytes + states + temporaries + fixed,
+        rank_index=rank, classes=classes, init_peak_bytes=resting, step_peak_bytes=sum(line.amount for line in classes),
+        optimizer_peak_bytes=resting + (1.0 + reserve) * (_reduced_bytes(held, step, engine, blocks) + states + held.temporaries_bytes),
         in_flight=float(sum(live.values())),
     )  # fmt: skip
+
+
+def _reduced_bytes(held: Held, step: StepWork, engine: Engine, blocks: Runs) -> float:
+    """Bytes of gradients when the optimizer runs: reduced, so sharded even where they accumulated whole."""
+    if step.zero_stage < 2:
+        return held.gradients_bytes
+    size = float(DTYPE_BYTES[step.gradient_dtype])
+    return sum(local_elements(block.parameters, step, 2, trainable=True) * repeat for block, repeat in blocks) * size
 
 
 def _saved(stage: StageWork) -> float:
     return sum(block.saved_bytes * repeat for block, repeat in stage.blocks)
 
 
-def _inside(stage: StageWork, held: Held, step: StepWork, engine: Engine) -> tuple[float, float]:
-    """(bytes above the saved set of a full micro-batch at the worst point of its forward or backward, gradients not yet born there)."""
+def _moments(stage: StageWork, blocks: Runs, held: Held, step: StepWork, engine: Engine) -> Iterator[Moment]:
+    """The first and last block of every run, in forward and in backward."""
     size = float(DTYPE_BYTES[step.gradient_dtype])
-    early = engine.flat_gradient_buffer or step.num_micro_batches > 1
-    total = _saved(stage)
-    best, best_unborn, before = float("-inf"), 0.0, 0.0
-    unborn_before = 0.0
+    early = engine.flat_gradient_buffer or step.num_micro_batches > 1 or uses_torch_ddp(step, engine)
+    total, before, unborn = _saved(stage), 0.0, 0.0
     for block, repeat in stage.blocks:
-        saved = block.saved_bytes
-        gradient = 0.0 if early else local_elements(block.parameters, step, 2, trainable=True) * size
-        for index in {1, repeat}:
-            kept = before + saved * index
-            unborn = unborn_before + gradient * (index - 1)
-            forward = kept - saved + block.forward_peak_bytes - total - (0.0 if early else held.gradients_bytes)
-            backward = kept + block.backward_peak_bytes + block.output_bytes - total - unborn
-            for amount, missing in ((backward, unborn), (forward, 0.0 if early else held.gradients_bytes)):
-                if amount > best:
-                    best, best_unborn = amount, missing
-        before += saved * repeat
-        unborn_before += gradient * repeat
-    return best + best_unborn, best_unborn
+        born = 0.0 if early else local_elements(block.parameters, step, 2, trainable=True) * size
+        for index in sorted({1, repeat}):
+            kept = before + block.saved_bytes * index
+            forward = kept - block.saved_bytes + block.forward_peak_bytes - total
+            backward = kept + block.backward_peak_bytes + block.output_bytes - total
+            alive = held.gradients_bytes - unborn - born * index if not early else held.gradients_bytes
+            done = held.gradients_bytes if early else 0.0
+            yield Moment(workspace_bytes=forward, gathered_bytes=_gathered(block, blocks, step, engine, False), gradients_bytes=done)
+            yield Moment(
+                workspace_bytes=backward, gathered_bytes=_gathered(block, blocks, step, engine, True), gradients_bytes=max(0.0, alive)
+            )
+        before += block.saved_bytes * repeat
+        unborn += born * repeat
 
 
-def _gathered(stages: list[StageWork], step: StepWork) -> float:
-    """Bytes of whole parameters and unreduced gradients that ZeRO-3 (two blocks) or ZeRO-2 of FSDP2 (every block) holds."""
-    if step.zero_stage < 2 or step.mesh.size("dp_shard_cp") <= 1:
+def _gathered(block: BlockWork, blocks: Runs, step: StepWork, engine: Engine, backward: bool) -> float:
+    """Bytes of whole parameters, and of gradients not yet reduced, while `block` runs."""
+    if step.zero_stage < 2 or step.mesh.size("dp_shard_cp") <= 1 or not engine.fully_shard:
         return 0.0
-    size = compute_bytes(step)
-    wholes = [(block.parameters.total * size, repeat) for stage in stages for block, repeat in stage.blocks]
-    largest = max(whole for whole, _ in wholes)
-    gradient = max(block.parameters.trainable for stage in stages for block, _ in stage.blocks) * DTYPE_BYTES[step.gradient_dtype]
+    size, gradient = compute_bytes(step), float(DTYPE_BYTES[step.gradient_dtype])
+    everything = sum(other.parameters.total * repeat for other, repeat in blocks) * size
+    if not reduces_each_micro_batch(step, engine):
+        return everything
+    root = [other for other, _ in blocks if other.role != "layer"]
+    layers = [other.parameters for other, _ in blocks if other.role == "layer"]
+    largest = max((shard.total for shard in layers), default=0.0)
+    current = block.parameters if block.role == "layer" else None
+    held = sum(other.parameters.total for other in root) * size + (largest + (current.total if current else 0.0)) * size
     if step.zero_stage == 2:
-        return sum(whole * repeat for whole, repeat in wholes) + gradient
-    second = largest if any(whole == largest and repeat > 1 for whole, repeat in wholes) else sorted(whole for whole, _ in wholes)[-2:][0]
-    return largest + second + gradient
+        held = max(held, everything)
+    if not backward:
+        return held
+    queued = max((shard.trainable for shard in layers), default=0.0) if current else 0.0
+    return held + (queued + sum(other.parameters.trainable for other in root if other.role == "head")) * gradient
+
+
+def _boundary_bytes(stage: StageWork, step: StepWork, engine: Engine, in_flight: int) -> float:
+    """Bytes that cross stages: what is received, and with torch pipelining every micro-batch's receive buffers and the outputs kept."""
+    if step.mesh.pp == 1:
+        return 0.0
+    following = next((other for other in step.stages if other.stage_index == stage.stage_index + 1), None)
+    received, sent = stage.boundary_bytes, following.boundary_bytes if following else 0.0
+    if not engine.pipeline_buffers:
+        return received + sent
+    # The first block's saved input is the receive buffer itself: not twice.
+    return step.num_micro_batches * (received + sent) + in_flight * (sent - received)
 
 
 def _num_communicators(step: StepWork) -> int:

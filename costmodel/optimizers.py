@@ -1,6 +1,7 @@
 """Optimizers as data: bytes of state per element, and bytes one step moves per element.
 
-adamw: m and v in the dtype of the weights the optimizer updates (fp32 master or fp32 parameters: 8 B). sgd: momentum 0.9, one buffer (4 B).
+adamw: m and v in the dtype of the weights the optimizer updates (fp32 master or fp32 parameters: 8 B). sgd: plain, as torch.optim.SGD
+by default: no state (momentum would add 4 B).
 adamw_8bit: m and v as uint8 with one fp32 absmax per 256 elements (bitsandbytes, torchao): 2 x (1 + 4/256) B.
 
 Step traffic (fused kernels: each operand is read once and each result written once): weight, gradient and states read, weight and states written, the low
@@ -16,7 +17,7 @@ from costmodel.errors import InputError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optimizer:
-    """state_bytes per element with fp32 weights; passes: how often a fused step reads and writes the states (2 = read and write)."""
+    """state_bytes: bytes of state per element with fp32 weights."""
 
     name: str
     state_bytes: float
@@ -25,7 +26,7 @@ class Optimizer:
 
 OPTIMIZERS = (
     Optimizer(name="adamw", state_bytes=8.0, source="Loshchilov and Hutter 2019; torch.optim.AdamW state"),
-    Optimizer(name="sgd", state_bytes=4.0, source="torch.optim.SGD(momentum=0.9)"),
+    Optimizer(name="sgd", state_bytes=0.0, source="torch.optim.SGD defaults (momentum would add 4 bytes)"),
     Optimizer(name="adamw_8bit", state_bytes=2.0 * (1.0 + 4.0 / 256.0), source="Dettmers et al. 2022, block-wise 8-bit, block 256"),
 )
 

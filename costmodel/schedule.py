@@ -99,11 +99,12 @@ def simulate(
 ) -> Timeline:
     """Run `orders` with per-stage times. Raises ValueError when the order deadlocks (a bug of the schedule, not of the user)."""
     pp, num_stages = len(orders), len(forward_s)
-    hop = [0.0 if pp == 1 else p2p_s] * num_stages
-    done_f: dict[int, float] = {}
-    done_b: dict[int, float] = {}
+    wait = 0.0 if pp == 1 else p2p_s
+    # done[2 (micro num_stages + stage)] is when F ends, the entry after it when B does; stage + 1 is two entries on.
+    width = 2 * num_stages
+    done: list[float] = [-1.0] * (width * (1 + max((micro for order in orders for _, _, micro in order), default=0)))
     clock, busy, position = [0.0] * pp, [0.0] * pp, [0] * pp
-    pending = sum(len(order) for order in orders)
+    pending = sum(map(len, orders))
     last = num_stages - 1
     while pending:
         before = pending
@@ -111,27 +112,27 @@ def simulate(
             now, index, count = clock[rank], position[rank], len(order)
             while index < count:
                 stage, kind, micro = order[index]
-                key = micro * num_stages + stage
+                slot = micro * width + 2 * stage
                 if kind == "F":
-                    ready = 0.0 if stage == 0 else done_f.get(key - 1)
                     cost = forward_s[stage]
-                    wait = hop[stage] if stage else 0.0
-                    table = done_f
+                    ready = done[slot - 2] if stage else 0.0
+                    arrival = ready + wait if stage else 0.0
                 else:
-                    ready = done_f.get(key) if stage == last else done_b.get(key + 1)
                     cost = backward_s[stage]
-                    wait = 0.0 if stage == last else hop[stage]
-                    table = done_b
-                if ready is None:
+                    slot += 1
+                    ready = done[slot - 1] if stage == last else done[slot + 2]
+                    arrival = ready if stage == last else ready + wait
+                if ready < 0.0:
                     break
-                now = max(now, ready + wait) + cost
-                busy[rank] += cost
-                table[key] = now
+                now = (now if now > arrival else arrival) + cost
+                done[slot] = now
                 index += 1
-                pending -= 1
+            pending -= index - position[rank]
             clock[rank], position[rank] = now, index
         if pending == before:
             raise ValueError(f"schedule deadlocks with {pending} actions left")
+    for rank, order in enumerate(orders):
+        busy[rank] = sum(forward_s[stage] if kind == "F" else backward_s[stage] for stage, kind, _ in order)
     return Timeline(finish_s=tuple(clock), busy_s=tuple(busy))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from costmodel.blocks import Machine
+from costmodel.engine import Engine
 from costmodel.work import DTYPE_BYTES, ParameterShard, StepWork
 
 
@@ -23,6 +24,27 @@ class Traffic:
 def compute_bytes(step: StepWork) -> float:
     """Bytes per element of parameters as matmuls see them (fp8 jobs keep bf16 weights and cast in the matmul)."""
     return 2.0 if step.compute_dtype == "fp8" else float(DTYPE_BYTES[step.compute_dtype])
+
+
+def reduces_each_micro_batch(step: StepWork, engine: Engine) -> bool:
+    """Whether ZeRO-2/3 gathers and reductions happen in every micro-batch rather than once a step."""
+    return engine.fully_shard and step.zero_stage >= 2 and step.mesh.pp == 1
+
+
+def parameter_stage(engine: Engine) -> int:
+    """The ZeRO stage from which parameters at rest are sharded."""
+    return 2 if engine.fully_shard else 3
+
+
+def uses_torch_ddp(step: StepWork, engine: Engine) -> bool:
+    """Whether torch's DistributedDataParallel reduces gradients: it takes neither tensor-parallel parameters nor pipeline stages."""
+    return step.zero_stage == 0 and not engine.flat_gradient_buffer and step.mesh.tp == step.mesh.pp == 1 and step.mesh.size("dp_cp") > 1
+
+
+def overlaps_reduction(step: StepWork, engine: Engine) -> bool:
+    """Whether the once-a-step gradient reduction runs beside the last backward (without DDP, torch engines reduce after it)."""
+    torch_after = step.zero_stage == 0 and not engine.flat_gradient_buffer and not uses_torch_ddp(step, engine)
+    return engine.overlap_gradient_reduce and not torch_after
 
 
 def shards(step: StepWork, stage: int) -> tuple[int, int]:

@@ -24,9 +24,11 @@ from costmodel.profiles import links
 from costmodel.sharding import (
     Traffic,
     local_elements,
+    overlaps_reduction,
     prefetched_and_reduced_s,
     prefetched_s,
     reduced_behind_s,
+    reduces_each_micro_batch,
     traffic,
 )  # fmt: skip
 from costmodel.work import DTYPE_BYTES, StageWork, StepWork
@@ -43,8 +45,8 @@ Seconds = tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
-    """One priced stage: per micro-batch phases, their wall seconds, and per block (in execution order of its phase) compute, gather and reduction."""
+class PricedStage:
+    """One stage priced: per micro-batch phases, their wall seconds, and per block (in execution order of its phase) compute, gather and reduction."""
 
     forward: Phase
     backward: Phase
@@ -84,7 +86,7 @@ def estimate_step(step: StepWork, cluster: Cluster, engine: Engine) -> Estimate:
     return _assemble(step, cluster, engine, machine, chunks, rank, memories)
 
 
-def _price_chunk(stage: StageWork, step: StepWork, engine: Engine, machine: Machine, priced: Priced) -> Chunk:
+def _price_chunk(stage: StageWork, step: StepWork, engine: Engine, machine: Machine, priced: Priced) -> PricedStage:
     runs = []
     for block, repeat in stage.blocks:
         if id(block) not in priced:
@@ -98,7 +100,7 @@ def _price_chunk(stage: StageWork, step: StepWork, engine: Engine, machine: Mach
     sharded = _sharding_phases(forward_blocks, backward_blocks, gathers, reduces, step, engine)
     forward = total_phase([*((price[0], repeat) for price, repeat in runs), (sharded[0], 1)])
     backward = total_phase([*((price[1], repeat) for price, repeat in runs), (sharded[1], 1)])
-    return Chunk(
+    return PricedStage(
         forward=forward, backward=backward, forward_s=_wall_s(forward, step, engine, machine), backward_s=_wall_s(backward, step, engine, machine),
         forward_blocks=forward_blocks, backward_blocks=backward_blocks, gathers=gathers, reduces=reduces,
     )  # fmt: skip
@@ -114,14 +116,16 @@ def _sharding_phases(
     forward: Seconds, backward: Seconds, gathers: Seconds, reduces: Seconds, step: StepWork, engine: Engine
 ) -> tuple[Phase, Phase]:
     """What every micro-batch exposes and hides of ZeRO-2/3 gathers and reductions, forward and backward."""
-    each = engine.reduces_each_micro_batch and step.mesh.pp == 1
+    each = reduces_each_micro_batch(step, engine)
     if step.zero_stage < 3 and not (step.zero_stage == 2 and each):
         return Phase(), Phase()
     none = (0.0,) * len(gathers)
+    # Torch pipelining leaves parameters whole after a backward: the next forward finds them, and only a backward gathers again.
+    ahead = gathers if each or not engine.fully_shard else none
     again = gathers[::-1] if step.zero_stage == 3 else none
     reduced = reduces if each else none
     return (
-        _sharding_phase(prefetched_s(forward, gathers), sum(gathers)),
+        _sharding_phase(prefetched_s(forward, ahead), sum(ahead)),
         _sharding_phase(prefetched_and_reduced_s(backward, again, reduced), sum(again) + sum(reduced)),
     )
 
@@ -144,7 +148,7 @@ class _Rank:
 
 
 def _critical_rank(
-    step: StepWork, engine: Engine, machine: Machine, chunks: list[Chunk], orders: tuple[tuple[schedules.Action, ...], ...]
+    step: StepWork, engine: Engine, machine: Machine, chunks: list[PricedStage], orders: tuple[tuple[schedules.Action, ...], ...]
 ) -> _Rank:
     forward = tuple(chunk.forward_s for chunk in chunks)
     backward = tuple(chunk.backward_s for chunk in chunks)
@@ -163,16 +167,16 @@ def _critical_rank(
     return max(ranks, key=lambda rank: actual.finish_s[rank.index] + rank.reduce_s + rank.tied_s + rank.optimizer_s)
 
 
-def _step_traffic(chunks: list[Chunk], step: StepWork, engine: Engine) -> tuple[float, float]:
+def _step_traffic(chunks: list[PricedStage], step: StepWork, engine: Engine) -> tuple[float, float]:
     """(exposed, hidden) seconds of the gathers and reductions that happen once a step on one rank: DDP, ZeRO-1, ZeRO-2 without per-micro-batch reduction."""
-    each = engine.reduces_each_micro_batch and step.mesh.pp == 1
+    each = reduces_each_micro_batch(step, engine)
     backward = tuple(seconds for chunk in reversed(chunks) for seconds in chunk.backward_blocks)
     reduces = tuple(seconds for chunk in reversed(chunks) for seconds in chunk.reduces)
     exposed = total = 0.0
     if step.zero_stage < 2 or not each:
         total += sum(reduces)
-        exposed += reduced_behind_s(backward, reduces) if engine.overlap_gradient_reduce else sum(reduces)
-    if step.zero_stage == 1 or (step.zero_stage == 2 and not each):
+        exposed += reduced_behind_s(backward, reduces) if overlaps_reduction(step, engine) else sum(reduces)
+    if step.zero_stage == 1 or (step.zero_stage >= 2 and not each):
         gathers = tuple(seconds for chunk in chunks for seconds in chunk.gathers)
         forward = tuple(seconds for chunk in chunks for seconds in chunk.forward_blocks)
         total += sum(gathers)
@@ -212,7 +216,13 @@ def _optimizer_s(step: StepWork, engine: Engine, machine: Machine, index: int) -
 
 
 def _assemble(
-    step: StepWork, cluster: Cluster, engine: Engine, machine: Machine, chunks: list[Chunk], rank: _Rank, memories: tuple[StageMemory, ...]
+    step: StepWork,
+    cluster: Cluster,
+    engine: Engine,
+    machine: Machine,
+    chunks: list[PricedStage],
+    rank: _Rank,
+    memories: tuple[StageMemory, ...],
 ) -> Estimate:
     mine = [chunk for chunk, stage in zip(chunks, step.stages, strict=True) if stage.rank_index == rank.index]
     host_s = sum(chunk.host_s for chunk in mine) * step.num_micro_batches
