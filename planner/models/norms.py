@@ -39,7 +39,7 @@ def rms_norm(b: BlockBuilder, x: Variable, module: str, *, style: str = "llama")
     (OLMo 2, gpt-oss); "gemma" scales by 1 + weight in fp32; "t5" multiplies the bf16 input by the fp32 factor.
     """
     width = x.shape[-1]
-    weight = b.parameter(f"{module}.weight" if module else "weight", (width,), x.axes[-1:], layout="replicate")
+    weight = b.parameter(f"{module}.weight", (width,), x.axes[-1:], layout="replicate")
     wide = ops.cast(b, x, module, "fp32")
     square = ops.unary(b, wide, module, "pow", keep="input", backward=("pow", "mul", "mul"))
     factor = ops.unary(b, ops.shift(b, mean(b, square, module), module), module, "rsqrt", keep="result", backward=("pow", "mul", "mul"))

@@ -1,8 +1,9 @@
 """T5: encoder and decoder with learned relative position biases (transformers 5.24 models/t5/modeling_t5.py).
 
-The biases are made by the first layer of each stack and read by the others, so attention always has an additive bias: scaled_dot_product_attention then
-runs the memory-efficient kernel over all query-key pairs and differentiates the bias too. Both stacks are embedded by the first block; the norm behind the
-encoder is a block of its own because every decoder layer reads what it makes.
+The biases are made by the first layer of each stack and read by the others, so attention always has an additive bias:
+scaled_dot_product_attention then runs the memory-efficient kernel over all query-key pairs and differentiates the bias too. Between the
+stacks stands a block of role "embedding": the norm behind the encoder, which every decoder layer reads, and the decoder's embedding of the
+labels shifted right.
 """
 
 from __future__ import annotations
@@ -18,30 +19,26 @@ from planner.models.spec import ModelSpec
 def build_t5(program: Program) -> None:
     """Write T5ForConditionalGeneration with sequences of equal length on both sides."""
     spec = program.spec
-    flows = embedded = program.block("embed", "embedding", "", _embedding)
+    flows = program.block("embed", "embedding", "", _embedding)
     biased = not spec.frozen
     for index in range(spec.encoder_layers):
         key = f"encoder{'' if index else '_first'}{'' if flows else '_frozen_input'}"
         flows = program.block(key, "layer", f"encoder.block.{index}", _encoder_layer, index == 0, flows, biased)
-    encoded = program.block("encoder_norm", "layer", "encoder.final_layer_norm", _encoder_norm, flows)
-    flows = embedded
+    encoded = program.block("embed_decoder", "embedding", "", _bridge, flows)
+    flows = biased
     for index in range(spec.num_layers):
         key = f"decoder{'' if index else '_first'}{'' if flows else '_frozen_input'}"
         flows = program.block(key, "layer", f"decoder.block.{index}", _decoder_layer, index == 0, flows, encoded, biased)
     program.block("head", "head", "", _head, flows)
+    program.tie("shared.weight", "decoder.embed_tokens.weight")
     program.tie("shared.weight", "lm_head.weight")
 
 
 def _embedding(b: BlockBuilder, program: Program) -> tuple[Variable, ...]:
-    """Encoder ids and the labels shifted right, both looked up in one table."""
     spec = program.spec
     table = b.parameter("shared.weight", (spec.vocab, spec.hidden), ("vocab", ""))
-    for module in ("encoder.embed_tokens", "decoder.embed_tokens"):
-        b.layout(module, "vocab")
-    encoder = ops.lookup(b, program.ids(b), table, "encoder.embed_tokens")
-    labels = program.labels(b)
-    shifted = ops.copy(b, labels, "", labels.shape, labels.axes)
-    return encoder, ops.lookup(b, shifted, table, "decoder.embed_tokens")
+    b.layout("encoder.embed_tokens", "vocab")
+    return (ops.lookup(b, program.ids(b), table, "encoder.embed_tokens"),)
 
 
 def _encoder_layer(b: BlockBuilder, program: Program, first: bool, flows: bool, biased: bool) -> tuple[Variable, ...]:
@@ -52,11 +49,14 @@ def _encoder_layer(b: BlockBuilder, program: Program, first: bool, flows: bool, 
     return (_feed_forward(b, x, program.spec, "layer.1"), *((bias,) if first else ()))
 
 
-def _encoder_norm(b: BlockBuilder, program: Program, flows: bool) -> tuple[Variable, ...]:
-    out = norms.rms_norm(b, program.hidden(b, flows), "", style="t5")
-    if out.grad or not program.spec.frozen:
-        b.save(out)
-    return (out,)
+def _bridge(b: BlockBuilder, program: Program, flows: bool) -> tuple[Variable, ...]:
+    spec = program.spec
+    memory = norms.rms_norm(b, program.hidden(b, flows), "encoder.final_layer_norm", style="t5")
+    if memory.grad or not spec.frozen:
+        b.save(memory)
+    labels = program.labels(b)
+    shifted = ops.copy(b, labels, "", labels.shape, labels.axes)
+    return memory, ops.embedding(b, shifted, "decoder.embed_tokens", spec.vocab, spec.hidden)
 
 
 def _decoder_layer(b: BlockBuilder, program: Program, first: bool, flows: bool, encoded: bool, biased: bool) -> tuple[Variable, ...]:
