@@ -8,8 +8,7 @@ mkdir -p "$out"
 
 echo "== Llama-3-70B on 8 hosts of 8 H100: sequences of 8192 tokens, 512 a step"
 for engine in torchtitan megatron torch; do
-    quiet=$([ "$engine" = torchtitan ] && echo "" || echo --quiet)
-    autoplan plan llama3-70b '8xH100*8' --seq-len 8192 --global-batch 512 --engine "$engine" $quiet -o "$out/llama3-70b-$engine.json"
+    autoplan plan llama3-70b '8xH100*8' --seq-len 8192 --global-batch 512 --engine "$engine" --time-limit 30 -o "$out/llama3-70b-$engine.json"
 done
 
 echo "== The same, as files of each launcher"

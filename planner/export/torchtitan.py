@@ -4,7 +4,8 @@ Facts read in torchtitan 0.3.0 and checked by a dry run on a fake process group:
 * pipeline and expert parallelism refuse CUDA graphs (on by default); the plan was priced without them, so they are off;
 * stages are explicit (`module_fqns_per_model_part`): the automatic split counts embedding and head as layers;
 * with pp the step is one call on local_batch_size = micro-batch x micro-batches; without pp, accumulation follows from global_batch_size;
-* seq_len must divide by tp x 2 cp; FlexAttention under cp needs the "ptrr" balancer, the default cannot shard its mask, and gathers K and V;
+* seq_len must divide by tp x 2 cp; FlexAttention under cp needs the "ptrr" balancer (the default cannot
+  shard its mask), whole mask blocks on every rank, and gathers K and V;
 * the default spmd_backend needs a newer torch than 2.13, "partial_dtensor" runs on both;
 * SelectiveAC drops every second matmul and there is no per-layer recompute: where the plan says otherwise the recipe carries a policy of its own;
 * the shipped recipes may add float8, compile or a chunked loss; this one builds on the bare model, so that it is what was priced.
@@ -24,6 +25,7 @@ from planner.plan import Plan
 
 LAUNCHER = "torchtitan 0.3.0 on torch >= 2.13"
 MODULE = "autoplan_recipe"
+FLEX_BLOCK = 128  # rows of a FlexAttention mask block: _DEFAULT_SPARSE_BLOCK_SIZE of torch.nn.attention.flex_attention
 _SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved_1f1b": "Interleaved1F1B"}
 _ENVIRONMENT = (("PYTORCH_ALLOC_CONF", "expandable_segments:True"),)
 
@@ -232,6 +234,9 @@ def _check(plan: Plan) -> None:
     if job.seq_len % (mesh.tp * 2 * mesh.cp):
         what = f"{job.seq_len} tokens do not divide by tp x 2 cp = {mesh.tp * 2 * mesh.cp}"
         raise InputError(what, where="Plan.job.seq_len", remedy="change the sequence length or the mesh")
+    if mesh.cp > 1 and job.seq_len % (FLEX_BLOCK * mesh.cp):
+        what = f"{job.seq_len} tokens do not divide into blocks of {FLEX_BLOCK} for each of cp = {mesh.cp} ranks (the ptrr balancer)"
+        raise InputError(what, where="Plan.job.seq_len", remedy="change the sequence length or cp")
     micro_batches = plan.strategy.num_micro_batches(job.global_batch)
     rounds = max(1, micro_batches // mesh.pp)
     if plan.strategy.vpp > 1 and micro_batches % rounds:

@@ -101,6 +101,26 @@ def test_importing_the_core_loads_no_torch(sources, root):
     assert done.stdout.strip() == "[]"
 
 
+def test_planning_and_exporting_load_no_torch(root):
+    """The whole way from a name to exported files, in a process of its own."""
+    script = """
+import sys
+from costmodel.mesh import Mesh
+from planner.codec import plan_from_json, plan_to_json
+from planner.export import export
+from planner.facade import plan_for
+from planner.job import Job
+from planner.strategy import Strategy
+strategy = Strategy(mesh=Mesh(dp_shard=8), zero_stage=3)
+plan = plan_for("llama3-8b", "8xH100", Job(global_batch=8, seq_len=4096), strategy, "torchtitan")
+assert export(plan_from_json(plan_to_json(plan)), "torchtitan").losses == ()
+print("torch" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "False"
+
+
 def test_no_module_shadows_the_standard_library(root):
     tops = {path.stem for path in root.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
     assert not tops & sys.stdlib_module_names

@@ -238,6 +238,9 @@ def test_torchtitan_refuses_lengths_its_mesh_cannot_cut():
     plan = sample_plan(LLAMA_8B, Strategy(mesh=Mesh(cp=4, tp=2), zero_stage=3), engine="torchtitan", job=Job(global_batch=8, seq_len=4100))
     with pytest.raises(InputError, match="tp x 2 cp = 16"):
         export(plan, "torchtitan")
+    plan = sample_plan(LLAMA_8B, Strategy(mesh=Mesh(cp=8), zero_stage=3), engine="torchtitan", job=Job(global_batch=8, seq_len=512))
+    with pytest.raises(InputError, match="blocks of 128"):
+        export(plan, "torchtitan")
 
 
 # Megatron-LM
