@@ -21,24 +21,16 @@ optimizer do not count.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from costmodel.engine import Engine
-from costmodel.work import BlockWork, MemoryItem, ParameterShard, StageWork, StepWork
-from planner.attention import unfuse_attention
-from planner.division import Division, has_tokens, routed_tensors
-from planner.dropout import add_dropout
-from planner.emit import Emitter, linears
-from planner.exchange import Item, base, exchanger
-from planner.fuse import fuse
+from costmodel.work import BlockWork, StageWork, StepWork
+from planner.block_work import block_work, is_tied, prepare
+from planner.division import Division
 from planner.graph import Block, Graph, Node, Tensor
 from planner.job import Job
-from planner.liveness import peak_bytes
-from planner.recompute import Residency, residency
-from planner.siblings import merge_siblings
 from planner.stages import split
 from planner.strategy import Strategy
-from planner.sums import sum_partials_first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,21 +162,6 @@ def _is_row(tensor: Tensor) -> bool:
     return tensor.dtype == "compute" and bool({"batch", "tokens"} & set(tensor.axes))
 
 
-# -- blocks ----------------------------------------------------------------------------------------------------------------------------
-
-
-def prepare(block: Block, *, flash: bool, dropout: bool, merge: bool, fused: bool) -> Block:
-    """`block` as the engine's kernels run it, unsharded: attention, dropout, merged linears, fusion."""
-    if not flash:
-        block = unfuse_attention(block, dropout=dropout)
-    if dropout:
-        block = add_dropout(block)
-    block = sum_partials_first(block)
-    if merge:
-        block = merge_siblings(block)
-    return fuse(block) if fused else block
-
-
 def lower_block(
     block: Block, policy: str, division: Division, job: Job, strategy: Strategy, engine: Engine, cache: LoweringCache | None = None
 ) -> BlockWork:
@@ -204,7 +181,8 @@ def lower_block(
         if prepared is None:
             prepared = entries[("prepared", shape)] = prepare(block, **form)
         assert isinstance(prepared, Block)
-        found = entries[key] = _lower(prepared, policy, division, job.precision == "fp8", engine, _tied_names(cache))
+        tied = _tied_names(cache)
+        found = entries[key] = block_work(prepared, policy, division, engine, fp8=job.precision == "fp8", tied=tied)
     assert isinstance(found, BlockWork)
     return found
 
@@ -212,104 +190,6 @@ def lower_block(
 def _tied_names(cache: LoweringCache | None) -> tuple[str, ...]:
     graph = cache.entries.get("graph") if cache else None
     return tuple(second for _, second in graph.tied) if isinstance(graph, Graph) else ()
-
-
-def _lower(block: Block, policy: str, division: Division, fp8: bool, engine: Engine, tied: tuple[str, ...]) -> BlockWork:
-    division = replace(division, routed=routed_tensors(block)) if division.ep > 1 else division
-    tensors = {tensor.tensor_id: tensor for tensor in block.tensors}
-    low = linears(block.nodes, tensors) if fp8 and block.role == "layer" else frozenset[str]()
-    emitter = Emitter(division=division, engine=engine, tensors=tensors, fp8=low)
-    held = residency(block, policy, selective=engine.selective_recompute, stops_early=engine.recompute_stops_early)
-    forward, again, backward = _phases(block, held, division, engine)
-    saved = _saved(held, (*again, *backward), emitter, fp8_copies=engine.fused_kernels)
-    made = {name for item in forward for name in item.outputs}
-    pinned = [name for name in made if name in saved] + list(block.outputs)
-    incoming = [name for name in _incoming(block, tensors) if any(name in item.inputs for item in backward)]
-    start = sum(saved.values()) + sum(map(emitter.size, incoming))
-
-    def size(name: str) -> float:
-        return 0.0 if _is_parameter_like(tensors[base(name)]) else saved.get(name, emitter.size(name))
-
-    return BlockWork(
-        kind_id=block.kind_id,
-        variant=policy,
-        role=block.role,
-        forward=emitter.works(forward),
-        backward=emitter.works(backward),
-        recompute=emitter.works(again),
-        parameters=parameter_shard(block, division, tied),
-        saved=tuple(MemoryItem(name=name, num_bytes=amount) for name, amount in saved.items()),
-        forward_peak_bytes=peak_bytes(forward, size, pinned=pinned),
-        backward_peak_bytes=max(0.0, peak_bytes((*again, *backward), size, initial=(*saved, *incoming)) - start),
-        output_bytes=sum(emitter.size(name) for name in block.outputs if has_tokens(tensors[name])),
-        logits_bytes=sum(amount for name, amount in saved.items() if "vocab" in tensors[base(name)].axes),
-    )
-
-
-def _phases(
-    block: Block, held: Residency, division: Division, engine: Engine
-) -> tuple[tuple[Item, ...], tuple[Item, ...], tuple[Item, ...]]:
-    """Forward, recompute and backward with their exchanges. Backward finds what recompute or (for kept tensors) forward gathered, if the engine keeps it;
-    rows at the experts are always kept there."""
-    insert = exchanger(block, division, engine).insert
-    forward = insert(tuple(node for node in block.nodes if node.phase == "forward"))
-    kept = frozenset(name for name in _gathered(forward, engine) if base(name) in held.kept)
-    again = insert(held.again, kept)
-    backward = insert(tuple(node for node in block.nodes if node.phase == "backward"), kept | _gathered(again, engine))
-    return forward, again, backward
-
-
-def _gathered(items: tuple[Item, ...], engine: Engine) -> frozenset[str]:
-    names = {name for item in items for name in item.outputs}
-    return frozenset(name for name in names if name.endswith("@routed") or (name.endswith("@whole") and engine.saves_gathered_input))
-
-
-def _saved(held: Residency, later: tuple[Item, ...], emitter: Emitter, *, fp8_copies: bool) -> dict[str, float]:
-    """Bytes of every kept tensor in the form backward reads. With `fp8_copies` what only fp8 matmuls read is kept in one byte (TransformerEngine)."""
-    made: set[str] = set()
-    readers: dict[str, list[Item]] = {}
-    for item in later:
-        for name in item.inputs:
-            if name not in made:
-                readers.setdefault(name, []).append(item)
-        made.update(item.outputs)
-    saved = {}
-    for name in held.kept:
-        forms = [form for form in readers if base(form) == name] or [name]
-        for form in forms:
-            only_fp8 = form in readers and all(isinstance(item, Node) and item.forward_id in emitter.fp8 for item in readers[form])
-            low = fp8_copies and only_fp8 and emitter.tensors[name].dtype == "compute"
-            saved[form] = emitter.size(form) * (0.5 if low else 1.0)
-    return saved
-
-
-def _incoming(block: Block, tensors: dict[str, Tensor]) -> list[str]:
-    """Gradients of the block's outputs: input tensors that only backward reads."""
-    read = {name for node in block.nodes if node.phase == "forward" for name in node.inputs}
-    return [name for name, tensor in tensors.items() if tensor.kind == "input" and name not in read and name not in block.inputs]
-
-
-def _is_parameter_like(tensor: Tensor) -> bool:
-    """Parameters, buffers and gradients of parameters (no token axis): accounted by the cost model."""
-    return tensor.kind in ("parameter", "buffer") or not has_tokens(tensor)
-
-
-def parameter_shard(block: Block, division: Division, tied: tuple[str, ...] = ()) -> ParameterShard:
-    """Elements of the block's parameters on one rank. Experts count as dense when ep == 1: tp divides them and data parallelism replicates them alike."""
-    totals = {"dense": 0.0, "expert": 0.0, "frozen_dense": 0.0, "frozen_expert": 0.0}
-    for tensor in block.parameters:
-        if is_tied(tensor.tensor_id, block, tied):
-            continue
-        group = "expert" if "experts" in tensor.axes and division.ep > 1 else "dense"
-        totals[group if tensor.trainable else f"frozen_{group}"] += division.num_elements(tensor)
-    return ParameterShard(**totals)
-
-
-def is_tied(tensor_id: str, block: Block, tied: tuple[str, ...]) -> bool:
-    """Whether a parameter of a head is the second of a tied pair (named by its full path, or its path from some module on)."""
-    return block.role == "head" and any(
-        tensor_id == name or name.endswith(f".{tensor_id}") or tensor_id.endswith(f".{name}") for name in tied
-    )
 
 
 def _tied_parameters(graph: Graph, division: Division, cache: LoweringCache) -> float:
