@@ -60,10 +60,14 @@ def load_target(name: str) -> Target:
     )
 
 
-def causal_loss(output: Any, batch: Tensor) -> Tensor:
-    """Mean cross entropy of predicting token t + 1 at t, in fp32; output: logits (batch, sequence, vocab) or an object that has them."""
+def causal_loss(output: Any, batch: Batch) -> Tensor:
+    """Mean cross entropy of predicting token t + 1 at t, in fp32; output: logits (batch, sequence, vocab) or an object that has them.
+
+    The tokens are the batch itself, or its "labels" (as Hugging Face has them: not shifted), or else its "input_ids".
+    """
+    tokens = batch if isinstance(batch, Tensor) else batch["labels" if "labels" in batch else "input_ids"]
     logits = getattr(output, "logits", output)
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), batch[:, 1:].flatten())
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
 def random_tokens(model: nn.Module, job: Job, seed: int) -> Iterator[Batch]:
