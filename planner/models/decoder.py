@@ -105,7 +105,7 @@ def _projections(b: BlockBuilder, x: Variable, spec: ModelSpec) -> tuple[Variabl
     axis, kv_axis = _head_axes(spec)
     axes = (axis, kv_axis, kv_axis)
     if spec.fused:
-        fused = ops.linear(b, x, "self_attn.qkv_proj", sum(widths), kv_axis, bias=spec.attention_bias)
+        fused = ops.linear(b, x, "self_attn.qkv_proj", sum(widths), axis, bias=spec.attention_bias)
         q, k, v = b.slices(
             fused, [((*x.shape[:-1], width), (*x.axes[:-1], axis)) for width, axis in zip(widths, axes, strict=True)], "self_attn"
         )
