@@ -4,7 +4,7 @@ Inside a fast domain of p ranks (ring, NCCL's low-latency and bulk protocols, wh
 
     t = min( alpha + f S / (0.5 B frac),  3 alpha + f S / (B frac) )          alpha = base + hop x steps
     f: all_reduce 2 (n-1)/n, all_gather, reduce_scatter, all_to_all (n-1)/n, broadcast and p2p 1
-    steps: all_reduce 2 (n-1), all_gather, reduce_scatter n - 1, all_to_all, broadcast and p2p 1
+    steps: all_reduce 2 (n-1), all_gather, reduce_scatter, all_to_all n - 1, broadcast and p2p 1
 
 `frac` is the achieved share of the link for (kind, n), measured for the devices in costmodel/profiles/links.py, by rule of the link kind elsewhere.
 Over N > 1 domains the slower of two concurrent tiers rules (NCCL pipelines them). A ring crosses every domain boundary once per channel, so
@@ -28,7 +28,7 @@ from costmodel.profiles.links import LinkProfile, link_profile
 
 BULK_LATENCY = 3.0
 LOW_LATENCY_FRAC = 0.5
-_GATHERS = frozenset({"all_gather", "reduce_scatter"})
+_ROUNDS = frozenset({"all_gather", "reduce_scatter", "all_to_all"})
 
 
 def collective_s(kind: str, full_bytes: float, group: Group, pool: NodePool, profile: LinkProfile | None = None) -> float:
@@ -57,7 +57,7 @@ def volume_factor(kind: str, size: int) -> float:
 def _steps(kind: str, size: int) -> int:
     if kind == "all_reduce":
         return 2 * (size - 1)
-    return size - 1 if kind in _GATHERS else 1
+    return size - 1 if kind in _ROUNDS else 1
 
 
 def _inside_s(kind: str, full_bytes: float, size: int, link: Link, profile: LinkProfile) -> float:

@@ -139,9 +139,10 @@ def _rank_memory(step: StepWork, engine: Engine, pool: NodePool, rank: int, orde
         Line(name="framework", amount=framework, detail=f"context, and {reserve:.0%} allocator reserve"),
     )  # fmt: skip
     resting = held.parameters_bytes + communicators + (0.0 if cpu else engine.context_bytes)
+    receive = sum(_boundary_bytes(stage, step, engine, 0) for stage in stages) if engine.pipeline_buffers else 0.0
     return StageMemory(
         rank_index=rank, classes=classes, init_peak_bytes=resting, step_peak_bytes=sum(line.amount for line in classes),
-        optimizer_peak_bytes=resting + (1.0 + reserve) * (_reduced_bytes(held, step, engine, blocks) + states + held.temporaries_bytes),
+        optimizer_peak_bytes=resting + (1.0 + reserve) * (_reduced_bytes(held, step, engine, blocks) + states + held.temporaries_bytes + receive),
         in_flight=float(sum(live.values())),
     )  # fmt: skip
 
