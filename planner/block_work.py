@@ -32,7 +32,7 @@ def prepare(block: Block, *, flash: bool, dropout: bool, merge: bool, fused: boo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Program:
+class BlockProgram:
     """Kernels and exchanges of one rank in order: forward, then (recompute and) backward, and what stays alive between them."""
 
     forward: tuple[Item, ...]
@@ -41,7 +41,7 @@ class Program:
     held: Residency
 
 
-def program(block: Block, policy: str, division: Division, engine: Engine) -> Program:
+def program(block: Block, policy: str, division: Division, engine: Engine) -> BlockProgram:
     """The program of a prepared block under recompute `policy`.
 
     Backward finds gathered what recompute or (for kept tensors) forward gathered, if the engine keeps that; rows at the experts are always kept there.
@@ -52,7 +52,7 @@ def program(block: Block, policy: str, division: Division, engine: Engine) -> Pr
     kept = frozenset(name for name in _gathered(forward, engine) if base(name) in held.kept)
     again = insert(held.again, kept)
     backward = insert(tuple(node for node in block.nodes if node.phase == "backward"), kept | _gathered(again, engine))
-    return Program(forward=forward, recompute=again, backward=backward, held=held)
+    return BlockProgram(forward=forward, recompute=again, backward=backward, held=held)
 
 
 def block_work(
@@ -83,7 +83,7 @@ def block_work(
     )
 
 
-def _peaks(block: Block, steps: Program, saved: dict[str, float], emitter: Emitter) -> tuple[float, float]:
+def _peaks(block: Block, steps: BlockProgram, saved: dict[str, float], emitter: Emitter) -> tuple[float, float]:
     """Most bytes alive in forward beyond the inputs, and in (recompute and) backward beyond what was saved and the incoming gradient."""
     later = (*steps.recompute, *steps.backward)
     made = {name for item in steps.forward for name in item.outputs}

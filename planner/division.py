@@ -61,6 +61,10 @@ class Division:
         first = next((index for index, axis in enumerate(axes) if axis in ("sequence", "tokens")), len(axes))
         return tuple("" if index > first and axis in ("sequence", "tokens") else axis for index, axis in enumerate(axes))
 
+    def is_whole(self, node: Node) -> bool:
+        """Whether a matmul or attention sees all tokens of the tensor-parallel group: it has a tp axis, or it is attention, which mixes tokens."""
+        return self.is_split(self.loop_axes(node)) or node.op == "attention"
+
     def share(self, axes: Axes, *, whole: bool = False) -> float:
         """The fraction of the unsharded elements that one rank holds. `whole`: sequence parallelism does not divide it (gathered, or partial sum)."""
         factor, sequence_seen = 1.0, False
@@ -91,8 +95,7 @@ class Division:
 
     def loops(self, node: Node) -> dict[str, int]:
         """Local sizes of the loops of `node`, at least 1 each. Under all-to-all context parallelism attention has the whole sequence of fewer heads."""
-        axes = self.loop_axes(node)
-        whole = self.is_split(axes)
+        axes, whole = self.loop_axes(node), self.is_whole(node)
         sizes = {
             loop.name: max(1, round(loop.size * self.share((axis,), whole=whole))) for loop, axis in zip(node.loops, axes, strict=True)
         }
@@ -105,9 +108,9 @@ class Division:
     def flops(self, node: Node) -> float:
         """Local flops of `node`: its share of the iteration space. Query heads count for attention, not kv heads; rows for grouped matmuls, not groups:
         with balanced routing a rank computes as many rows as it sends, on fewer experts."""
-        idle = {"attention": "kv_heads", "grouped_gemm": "experts"}.get(node.op)
-        axes = tuple("" if axis == idle else axis for axis in self.loop_axes(node))
-        return node.flops * self.share(axes, whole=self.is_split(self.loop_axes(node)))
+        idle = {"attention": "kv_heads", "grouped_gemm": "groups"}.get(node.op)
+        axes = tuple("" if loop.name == idle else axis for loop, axis in zip(node.loops, self.loop_axes(node), strict=True))
+        return node.flops * self.share(axes, whole=self.is_whole(node))
 
 
 def _without_ffn(axes: Axes) -> Axes:

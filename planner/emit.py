@@ -13,7 +13,7 @@ from math import prod
 
 from costmodel.engine import Engine
 from costmodel.work import DTYPE_BYTES, Collective, Compute, Work
-from planner.division import Division
+from planner.division import Division, has_tokens
 from planner.exchange import MATMULS, Exchange, Item, base, is_whole
 from planner.graph import Node, Tensor
 
@@ -44,7 +44,7 @@ class Emitter:
                 name=item.node_id, kind=item.kind, full_bytes=item.full_bytes, axis=item.axis, dtype=item.dtype, overlaps=item.overlaps
             )
             yield from (call,) * item.count
-        elif item.op in MATMULS:
+        elif item.op in MATMULS and item.loops:
             if self._is_fp8(item):
                 yield from self._casts(item, cast)
             yield self._matmul(item)
@@ -105,8 +105,13 @@ class Emitter:
             read = sum(min(sizes[name], write) for name in node.inputs)
         return Compute(
             name=node.node_id, op_class=node.op, read_bytes=read, write_bytes=write, dtype=self.division.compute_dtype,
-            flops=self.division.flops(node), backward=node.phase == "backward",
+            flops=node.flops * self._rows_share(node), backward=node.phase == "backward",
         )  # fmt: skip
+
+    def _rows_share(self, node: Node) -> float:
+        """The share of its work that a kernel without loops (a convolution) does: that of the most divided activation it touches."""
+        tensors = [self.tensors[base(name)] for name in (*node.inputs, *node.outputs)]
+        return min((self.division.share(self.division.axes(tensor)) for tensor in tensors if has_tokens(tensor)), default=1.0)
 
 
 def _traffic(m: int, n: int, k: int, groups: int, batch: int, role: str) -> tuple[float, float]:

@@ -94,7 +94,7 @@ class Exchanger:
 
     def _is_split(self, node: Node) -> bool:
         if node.op in MATMULS or node.op == "attention":
-            return self.division.is_split(self.division.loop_axes(node))
+            return self.division.is_whole(node)
         return any(self.division.is_split(self.division.axes(self.tensors[name])) for name in (*node.inputs, *node.outputs))
 
     def _wants(self, node: Node) -> Iterator[tuple[str, str]]:

@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 
 from costmodel.work import BlockWork
-from planner.block_work import Program, block_work, prepare, program
+from planner.block_work import BlockProgram, block_work, prepare, program
 from planner.division import Division, routed_tensors
 from planner.exchange import Exchange, Item, base
 from planner.graph import Block, Graph
@@ -60,7 +60,7 @@ def test_programs_are_executable(name: str, form: str):
             _check(block, program(block, policy, share, engine), block_work(block, policy, share, engine))
 
 
-def _check(block: Block, steps: Program, work: BlockWork) -> None:
+def _check(block: Block, steps: BlockProgram, work: BlockWork) -> None:
     made = {output for node in block.nodes for output in node.outputs}
     given = {tensor.tensor_id for tensor in block.tensors} - made
     kept = {item.name for item in work.saved}

@@ -360,3 +360,35 @@ def test_cache_changes_nothing():
                     assert lower(GPT, task, plan, engine, cache) == lower(GPT, task, plan, engine)
     other = gpt(layers=6, hidden=32)
     assert lower(other, job(), strategy(), MEGATRON, cache) == lower(other, job(), strategy(), MEGATRON)
+
+
+def test_attention_that_is_not_divided_by_heads_sees_all_tokens():
+    """Sequence parallelism divides tokens, attention mixes them: without a heads axis every tp rank does all of it, after gathering q, k and v."""
+    block = GPT.kinds[1]
+    tensors = tuple(replace(t, axes=tuple("" if axis == "heads" else axis for axis in t.axes)) for t in block.tensors)
+    nodes = tuple(
+        replace(node, loops=tuple(replace(loop, axis="" if "heads" in loop.axis else loop.axis) for loop in node.loops))
+        for node in block.nodes
+    )
+    graph = replace(GPT, kinds=(GPT.kinds[0], replace(block, tensors=tensors, nodes=nodes), GPT.kinds[2]))
+    layer, whole = _layer(graph, strategy(tp=4, sequence_parallel=True)), _layer(graph, strategy())
+    assert _flops(layer.forward, "attention") == _flops(whole.forward, "attention")
+    assert _flops(layer.forward, "gemm") == _flops(whole.forward, "gemm") / 4
+    assert "qkv/all_gather" in {work.name for work in layer.forward}
+
+
+def test_kernels_without_loops_do_their_share():
+    """A patch convolution is priced by flops alone: they follow its activations."""
+    vit = spec_graph(resolve("vit-b"), sequence=128)
+    one, plan = (_step(vit, p).stages[0].blocks[0][0] for p in (strategy(), strategy(cp=1, micro_batch=4)))
+    assert _flops(plan.forward) == 4 * _flops(one.forward) > 0.0
+
+
+def test_every_family_loses_no_flops_to_parallelism():
+    """Replicated parts (routers, latent projections, heads beyond their number) may be repeated, nothing may vanish."""
+    for name in ("bert-base", "t5-small", "vit-l", "gemma2-2b", "deepseek-v2-lite", "qwen3-30b-a3b", "gpt-oss-20b"):
+        graph = spec_graph(resolve(name), sequence=64)
+        cache = LoweringCache()
+        base = _total_flops(lower(graph, job(), strategy(), TORCH, cache))
+        for plan in (strategy(tp=2), strategy(tp=2, sequence_parallel=True), strategy(cp=2), strategy(pp=2)):
+            assert 0.999999 <= _total_flops(lower(graph, job(), plan, TORCH, cache)) / base < 1.1, (name, plan.mesh)
