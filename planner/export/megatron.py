@@ -177,12 +177,10 @@ def _losses(plan: Plan) -> tuple[Loss, ...]:
         losses.append(Loss(field="strategy.recompute", says=f"selective ({recompute})", launcher_does="recomputes core attention only"))
     if strategy.compile:
         losses.append(Loss(field="strategy.compile", says="True", launcher_does="runs Transformer Engine kernels without torch.compile"))
-    prefixes = {stage.recompute_layers for stage in plan.stages}
-    if strategy.recompute == "first_k" and len(prefixes) > 1:
-        says = ", ".join(str(stage.recompute_layers) for stage in plan.stages)
-        losses.append(
-            Loss(field="stages.recompute_layers", says=says, launcher_does=f"recomputes the first {_prefix(plan)} layers of every chunk")
-        )
+    prefixes = [stage.recompute_layers for stage in plan.stages]
+    if strategy.recompute == "first_k" and prefixes != [min(count, _prefix(plan)) for count in layers_per_stage(plan)]:
+        does = f"recomputes the first {_prefix(plan)} layers of every chunk"
+        losses.append(Loss(field="stages.recompute_layers", says=", ".join(map(str, prefixes)), launcher_does=does))
     if job.optimizer == "adamw_8bit":
         does = "keeps Adam moments in fp8 with one scale per tensor" if strategy.zero_stage == 1 else "keeps Adam moments in fp32"
         losses.append(Loss(field="job.optimizer", says="adamw_8bit", launcher_does=does))

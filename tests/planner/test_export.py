@@ -326,6 +326,8 @@ def test_megatron_recomputes_a_prefix_of_every_chunk():
     plan = sample_plan(LLAMA_8B, strategy, engine="megatron")
     flags = megatron_flags(export(plan, "megatron"))
     assert (flags["--recompute-method"], flags["--recompute-num-layers"]) == (["block"], ["3"])
+    short = replace(strategy, stage_layers=(2, 30))
+    assert export(sample_plan(LLAMA_8B, short, engine="megatron"), "megatron").losses == ()
     uneven = replace(plan, stages=(replace(plan.stages[0], recompute_layers=5), plan.stages[1]))
     exported = export(uneven, "megatron")
     assert lost(exported) == ["stages.recompute_layers"]
