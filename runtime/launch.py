@@ -39,10 +39,11 @@ def report_path(plan_path: Path) -> Path:
 
 
 def run_local(
-    plan_path: Path, target: str, *, steps: int = 20, seed: int = 0, report: Path | None = None, timeout_s: float = 3600.0
+    plan_path: Path, target: str, *, steps: int = 20, seed: int = 0, report: Path | None = None, quiet: bool = False
 ) -> Report:
-    """Train on this machine, one process a rank, through torchrun; their output goes to this process's. Returns the report.
+    """Train on this machine, one process a rank, through torchrun. Returns the report, which is also written (report_path unless given).
 
+    The ranks' output goes to this process's; with `quiet` all of it to stderr.
     Raises InputError when the plan cannot run here, AutoplanError when a rank fails.
     """
     plan = codec.load_plan(plan_path)
@@ -56,7 +57,7 @@ def run_local(
     ]
     threads = max(1, (os.cpu_count() or 1) // ranks)
     environment = {"OMP_NUM_THREADS": str(threads), **os.environ, "PYTHONPATH": os.pathsep.join(path or "." for path in sys.path)}
-    finished = subprocess.run(command, env=environment, timeout=timeout_s, check=False)
+    finished = subprocess.run(command, env=environment, stdout=sys.stderr if quiet else None, check=False)
     if finished.returncode:
         raise AutoplanError(f"a rank failed (exit code {finished.returncode})", where="run", remedy="its error is printed above")
     return codec.decode(codec.loads(codec.read_text(report), str(report)), Report, str(report))

@@ -25,13 +25,13 @@ _WRAPPERS = (DTensor, AsyncCollectiveTensor)
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Use as a context around what is to be measured; `peak_bytes` is then the largest sum of live bytes after any op.
 
-    base: tensors alive already. fixed_bytes: memory outside tensors to count throughout (DDP's buckets live in C++).
+    base: tensors alive already.
     """
 
-    def __init__(self, base: Iterable[Tensor], *, fixed_bytes: int = 0) -> None:
+    def __init__(self, base: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._live_bytes = fixed_bytes
-        self.peak_bytes = fixed_bytes
+        self._live_bytes = 0
+        self.peak_bytes = 0
         self._seen: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()
         self._resized: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         for tensor in base:

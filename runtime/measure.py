@@ -5,12 +5,11 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from planner.plan import Plan
 from runtime.batch import Batch
@@ -34,7 +33,7 @@ class RankReport:
 class Report:
     """One run under a plan.
 
-    measured_step_s: median over the timed steps (all but the first, which warms up, and the one under the memory counter on CPU).
+    measured_step_s: median, over ranks the largest (see Meter.median_s).
     memory_source: how measured_peak_bytes was taken: "live tensor bytes" or "torch.cuda.max_memory_allocated".
     """
 
@@ -75,46 +74,41 @@ class Meter:
     def step(self, index: int, batch: Batch) -> float:
         """trainer.step(batch), measured; `index` counts from 0."""
         cuda = self.trainer.place.device.type == "cuda"
-        if index == self.memory_step and not cuda:
-            with self._counted():
-                return self.trainer.step(batch)
         if cuda:
             torch.cuda.synchronize()
         start = time.perf_counter()
-        loss = self.trainer.step(batch)
+        with self._counted() if index == self.memory_step and not cuda else nullcontext():
+            loss = self.trainer.step(batch)
         if cuda:
             torch.cuda.synchronize()
             self.peak_bytes = float(torch.cuda.max_memory_allocated())
-        if index > 0 or not self.times_s:
-            self.times_s = [*(self.times_s if index > 1 else []), time.perf_counter() - start]
+        self.times_s.append(time.perf_counter() - start)
         return loss
+
+    def median_s(self) -> float:
+        """Median step time without the first step, which warms up, and the counted one; of all steps when none is left."""
+        cuda = self.trainer.place.device.type == "cuda"
+        kept = [value for index, value in enumerate(self.times_s) if index and (cuda or index != self.memory_step)]
+        return statistics.median(kept or self.times_s)
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
-        fixed_bytes = sum(
-            parameter.nbytes
-            for module in self.trainer.modules
-            if isinstance(module, DistributedDataParallel)
-            for parameter in module.parameters()
-            if parameter.requires_grad
-        )
-        counter = LiveBytes(live_tensors(), fixed_bytes=fixed_bytes)
+        counter = LiveBytes(live_tensors())
         with counter:
             yield
         self.peak_bytes = float(counter.peak_bytes)
 
 
 def build_meter(trainer: Trainer, num_steps: int) -> Meter:
-    """A meter that counts memory in the second of `num_steps` steps, when the optimizer's state exists (the first, if there is one only)."""
-    return Meter(trainer=trainer, memory_step=min(1, num_steps - 1), times_s=[])
+    """A meter that counts memory in the third of `num_steps` steps (or the last), when optimizer state and gradient buckets exist."""
+    return Meter(trainer=trainer, memory_step=min(2, num_steps - 1), times_s=[])
 
 
 def build_report(meter: Meter, losses: list[float]) -> Report:
     """The report of all ranks, the same on every rank. Collective."""
     trainer = meter.trainer
     plan, place = trainer.plan, trainer.place
-    seconds = statistics.median(meter.times_s) if meter.times_s else 0.0
-    mine = torch.tensor([float(place.pipeline_index), meter.peak_bytes, seconds], dtype=torch.float64, device=place.device)
+    mine = torch.tensor([float(place.pipeline_index), meter.peak_bytes, meter.median_s()], dtype=torch.float64, device=place.device)
     parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, mine)
     rows = [part.tolist() for part in parts]

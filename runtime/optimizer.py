@@ -23,7 +23,7 @@ def build_optimizer(name: str, groups: ParameterGroups) -> Optimizer:
     factories: dict[str, OptimizerFactory] = {
         "adamw": lambda groups: AdamW(groups, lr=LEARNING_RATE, fused=True),
         "adamw_8bit": lambda groups: AdamW8bit(groups, lr=LEARNING_RATE),
-        "sgd": lambda groups: SGD(groups, lr=LEARNING_RATE, momentum=0.9),
+        "sgd": lambda groups: SGD(groups, lr=LEARNING_RATE),
     }
     if name not in factories:
         raise InputError(f"optimizer {name!r} does not run here", where="Plan.job.optimizer", remedy=f"use one of {', '.join(factories)}")

@@ -59,9 +59,9 @@ class Trainer:
         return self._global_loss(loss)
 
     def update(self) -> None:
-        """Apply the gradients and drop them."""
+        """Apply the gradients and drop them (under DDP zero them: they are views of its buckets, and a dropped one would be allocated again)."""
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=not uses_ddp(self.plan))
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """This rank's parameters (parts of them) by their name in the whole model."""

@@ -190,9 +190,9 @@ def step_peak(*, plan: dict[str, Any]) -> float:
     made = make_plan(global_batch=GLOBAL_BATCH, seq_len=128, **facts, **plan)
     trainer = runtime.apply(made, model, loss_fn=logits_loss)
     del model
-    meter = build_meter(trainer, 2)
+    meter = build_meter(trainer, 3)
     share = GLOBAL_BATCH // made.strategy.mesh.dp
-    for index in range(2):
+    for index in range(3):
         meter.step(index, next(batches(batch=share, sequence=128, vocab_size=VOCAB)))
     return meter.peak_bytes
 
