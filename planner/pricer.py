@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
 
 from costmodel.blocks import Machine, price_block
 from costmodel.estimate import Estimate, StageMemory
 from costmodel.memory import stage_memories, usable_bytes
-from costmodel.schedule import Action, actions
+from costmodel.mesh import Mesh
+from costmodel.schedule import Action, actions, peak_in_flight
 from costmodel.simulate import COMPILED_LAUNCH_FRAC
 from costmodel.work import BlockWork, StepWork
 from planner.bounds import chunk_bound_s, ideal_s, split_bound_s, states_bytes
@@ -18,7 +19,7 @@ from planner.division import Division
 from planner.lower import LoweringCache, division_of, lower, lower_block
 from planner.pricing import estimate_graph
 from planner.problem import Problem
-from planner.search import Bound
+from planner.search import Need
 from planner.space import Branch
 from planner.strategy import Strategy
 from planner.validity import validate
@@ -26,6 +27,16 @@ from planner.validity import validate
 Orders = tuple[tuple[Action, ...], ...]
 
 STATES = "parameters, gradients and optimizer states alone do not fit"
+SAVED = "parameters, gradients, optimizer states and saved activations alone do not fit"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lowered:
+    """A lowered step with its least seconds and what the first rank keeps for backward."""
+
+    step: StepWork
+    least_s: float
+    saved_bytes: float
 
 
 class GraphPricer:
@@ -38,72 +49,75 @@ class GraphPricer:
         self._ideal_s = ideal_s(problem.graph, problem.job, problem.cluster.pool.device, problem.cluster.num_devices)
         self._blocks: dict[int, tuple[BlockWork, tuple[tuple[float, int], tuple[float, int]]]] = {}
         self._totals: dict[Division, float] = {}
-        self._steps: dict[tuple[object, ...], tuple[StepWork, float]] = {}
+        self._steps: dict[tuple[object, ...], Lowered] = {}
         self._orders: dict[tuple[str, int, int, int], Orders] = {}
 
-    def bound_branch(self, branch: Branch) -> Bound:
-        """Flops at peak, the pipeline's least bubble, and the states alone."""
-        problem, mesh = self.problem, branch.mesh
-        micro_batches = self._num_micro_batches(branch)
-        one = self._ideal_s * mesh.pp / micro_batches
-        step_s = split_bound_s(one, micro_batches, mesh.pp, interleaved=_interleaves(branch))
-        return Bound(
-            step_s=step_s,
-            peak_bytes=states_bytes(problem.graph, problem.job, problem.engine, mesh, max(branch.options.zero_stages)),
-            reason=STATES,
-        )
-
-    def tighten_branch(self, branch: Branch) -> Bound:
-        """The same with every kernel and blocking collective priced, under the cheapest technique and no recompute."""
-        coarse = self.bound_branch(branch)
-        total_s = min(
-            (
-                self._total_s(branch, parallel, kind)
-                for parallel, kind in product(branch.options.sequence_parallel, branch.options.cp_kinds)
-            ),
-        )
-        step_s = split_bound_s(total_s, self._num_micro_batches(branch), branch.mesh.pp, interleaved=_interleaves(branch))
-        return Bound(step_s=max(coarse.step_s, step_s), peak_bytes=coarse.peak_bytes, reason=STATES)
-
-    def bound(self, strategy: Strategy) -> Bound:
-        """chunk_bound_s of the lowered chunks, and the peak under the first few micro-batches (later ones repeat them).
-
-        What cannot fit is found as early as possible: by its states, then on the first rank (most micro-batches in flight), then on all.
-        """
+    def least_states_bytes(self, mesh: Mesh, zero_stage: int) -> Need:
+        """Parameters, gradients and optimizer states."""
         problem = self.problem
-        least = states_bytes(problem.graph, problem.job, problem.engine, strategy.mesh, strategy.zero_stage)
-        if least > self.usable_bytes:
-            return Bound(step_s=self._ideal_s, peak_bytes=least, reason=STATES)
+        return Need(peak_bytes=states_bytes(problem.graph, problem.job, problem.engine, mesh, zero_stage), reason=STATES)
+
+    def least_branch_s(self, branch: Branch, *, tight: bool) -> float:
+        """The pipeline's least bubble around flops at peak, or (tight) around priced kernels and collectives of the cheapest technique."""
+        mesh, micro_batches = branch.mesh, self.problem.job.global_batch // (branch.mesh.dp * branch.micro_batch)
+        total_s = self._ideal_s * mesh.pp / micro_batches
+        if tight:
+            techniques = product(branch.options.sequence_parallel, branch.options.cp_kinds)
+            total_s = min(self._total_s(branch, parallel, kind) for parallel, kind in techniques)
+        interleaved = any(vpp > 1 for _, vpp in branch.options.schedules)
+        return split_bound_s(total_s, micro_batches, mesh.pp, interleaved=interleaved)
+
+    def least_s(self, strategy: Strategy) -> float:
+        """chunk_bound_s of the lowered chunks."""
+        problem = self.problem
         validate(problem.graph, problem.cluster, problem.job, strategy, problem.engine)
-        step, step_s = self._lowered(strategy)
+        return self._lowered(strategy).least_s
+
+    def least_bytes(self, strategy: Strategy) -> Need:
+        """The peak under the first few micro-batches; later ones repeat them.
+
+        What cannot fit is found as early as possible: by its states, with what the first rank (most micro-batches in flight) saves, on that rank, on all.
+        """
+        states = self.least_states_bytes(strategy.mesh, strategy.zero_stage)
+        if states.peak_bytes > self.usable_bytes:
+            return states
+        lowered = self._lowered(strategy)
+        if states.peak_bytes + lowered.saved_bytes > self.usable_bytes:
+            return Need(peak_bytes=states.peak_bytes + lowered.saved_bytes, reason=SAVED)
+        step = replace(lowered.step, mesh=strategy.mesh, zero_stage=strategy.zero_stage)
         orders = self._first_actions(step)
         fullest = self._fullest(step, orders[:1])
         if len(orders) > 1 and fullest.peak_bytes <= self.usable_bytes:
             fullest = self._fullest(step, orders)
         largest = max(fullest.classes, key=lambda line: line.amount).name.replace("_", " ")
-        return Bound(step_s=step_s, peak_bytes=fullest.peak_bytes, reason=f"the peak does not fit, {largest} most of it")
+        return Need(peak_bytes=fullest.peak_bytes, reason=f"the peak does not fit, {largest} most of it")
 
     def estimate(self, strategy: Strategy) -> Estimate:
         """planner.pricing.estimate_graph with this pricer's cache."""
         problem = self.problem
         return estimate_graph(problem.graph, problem.cluster, problem.job, strategy, problem.engine, self.cache)
 
-    def _num_micro_batches(self, branch: Branch) -> int:
-        return self.problem.job.global_batch // (branch.mesh.dp * branch.micro_batch)
-
-    def _lowered(self, strategy: Strategy) -> tuple[StepWork, float]:
-        """The step and its chunk_bound_s. Lowering does not see how data parallelism is split and sharded, so those strategies share it."""
+    def _lowered(self, strategy: Strategy) -> Lowered:
+        """Lowering does not see how data parallelism is split and sharded, so strategies that differ in that alone share it."""
         problem, mesh = self.problem, strategy.mesh
         key = (mesh.pp, mesh.dp, mesh.cp, mesh.tp, mesh.ep, strategy.micro_batch, strategy.sequence_parallel, strategy.schedule, strategy.vpp,
-               strategy.recompute, strategy.recompute_layers, strategy.cp_kind)  # fmt: skip
+               strategy.recompute, strategy.recompute_layers, strategy.cp_kind, strategy.flash_attention, strategy.compile)  # fmt: skip
         found = self._steps.get(key)
         if found is None:
             step = lower(problem.graph, problem.job, strategy, problem.engine, self.cache)
             machine = Machine.of(problem.cluster.pool, mesh)
             chunks = [(stage.rank_index, self._chunk_s(stage.blocks, machine, compiled=step.compiled)) for stage in step.stages]
-            found = self._steps[key] = step, chunk_bound_s(chunks, step.num_micro_batches, (0.0,) * mesh.pp)
-        step, step_s = found
-        return replace(step, mesh=mesh, zero_stage=strategy.zero_stage), step_s
+            first = {
+                stage.stage_index: sum(block.saved_bytes * repeat for block, repeat in stage.blocks)
+                for stage in step.stages
+                if stage.rank_index == 0
+            }
+            found = self._steps[key] = Lowered(
+                step=step,
+                least_s=chunk_bound_s(chunks, step.num_micro_batches, (0.0,) * mesh.pp),
+                saved_bytes=peak_in_flight(self._first_actions(step)[0], first)[0],
+            )
+        return found
 
     def _fullest(self, step: StepWork, orders: Orders) -> StageMemory:
         memories = stage_memories(step, self.problem.engine, self.problem.cluster.pool, orders)
@@ -155,7 +169,3 @@ class GraphPricer:
             machine = Machine.of(problem.cluster.pool, strategy.mesh)
             found = self._totals[division] = self._chunk_s(blocks, machine, compiled=strategy.compile)
         return found
-
-
-def _interleaves(branch: Branch) -> bool:
-    return any(vpp > 1 for _, vpp in branch.options.schedules)

@@ -1,10 +1,11 @@
 """Best-first branch and bound over a space of strategies, with a certificate.
 
-One heap holds four kinds of entries, each under a lower bound of its objective:
+One heap holds these kinds of entries, each under a lower bound of its objective:
 
     branch      (mesh, micro-batch)     coarse bound of all members     bounded again, with its blocks priced
     branch, tight                       tight bound of all members      expanded into chains of growing recompute
-    chain                               bound of its first fit          priced by the full estimate
+    chain                               bound of its first member       cut to the members that may fit
+    chain, cut                          bound of its first member       that member priced by the full estimate
     priced      an estimate             its objective, exactly          popped: nothing left is better
 
 The heap is popped smallest first, so when a priced entry comes out every open entry is bounded by its objective: it is optimal, and the bound is the
@@ -12,7 +13,7 @@ objective. Stopped early (time limit, Ctrl-C), the smallest open bound is what `
 estimate; tests/planner/test_search.py checks this against exhaustive pricing. Ties break by enumeration order, so equal inputs give equal plans.
 
 A strategy whose *least* memory exceeds the device is rejected before pricing, one whose estimate exceeds it after; both are counted by reason. Of a
-chain only the first member that fits is priced: those after it recompute more and are no faster (Branch.chains).
+chain only the first member that fits is priced: those after it recompute more and are no faster (planner.space.Chain).
 """
 
 from __future__ import annotations
@@ -25,37 +26,40 @@ from typing import Protocol
 
 from costmodel.errors import InputError
 from costmodel.estimate import Estimate
+from costmodel.mesh import Mesh
 from costmodel.units import format_bytes
 from planner.plan import Proof, Rejection
-from planner.space import Branch, Rejected, describe
+from planner.space import Branch, Chain, Rejected, describe
 from planner.strategy import Strategy
 
 METHOD = "best-first branch and bound"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bound:
-    """What a branch or strategy cannot beat: seconds per step and bytes on the fullest device. `reason` says it when the bytes are too many."""
+class Need:
+    """Bytes that the fullest device needs at least. `reason` says it when they are too many."""
 
-    step_s: float
     peak_bytes: float
     reason: str = "the peak does not fit"
 
 
 class Pricer(Protocol):
-    """Prices strategies. `bound_*` never exceed what `estimate` returns; `estimate` raises InputError for what cannot be lowered."""
+    """Prices strategies. `least_*` never exceed what `estimate` returns; for what cannot run `least_s` and `estimate` raise InputError."""
 
     @property
     def usable_bytes(self) -> float:
         """Device memory a strategy may use."""
 
-    def bound_branch(self, branch: Branch) -> Bound:
-        """A bound that holds for every strategy of the branch, in microseconds."""
+    def least_states_bytes(self, mesh: Mesh, zero_stage: int) -> Need:
+        """A bound for every strategy of this mesh and ZeRO stage (lower stages need no less), in microseconds."""
 
-    def tighten_branch(self, branch: Branch) -> Bound:
-        """A tighter one, for the branches that matter."""
+    def least_branch_s(self, branch: Branch, *, tight: bool) -> float:
+        """A bound for every strategy of the branch: in microseconds, or `tight` for the branches that matter."""
 
-    def bound(self, strategy: Strategy) -> Bound:
+    def least_s(self, strategy: Strategy) -> float:
+        """A bound for one strategy."""
+
+    def least_bytes(self, strategy: Strategy) -> Need:
         """A bound for one strategy."""
 
     def estimate(self, strategy: Strategy) -> Estimate:
@@ -122,11 +126,12 @@ class _Rejections:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Open:
-    """A branch whose bound is `tight` or not, or the part of a chain that is still to be tried."""
+    """A branch whose bound is `tight` or not, or a chain whose members that cannot fit are `cut` or not."""
 
     branch: Branch | None = None
     tight: bool = False
-    chain: tuple[Strategy, ...] = ()
+    chain: Chain | None = None
+    cut: bool = False
 
 
 class _Search:
@@ -149,15 +154,15 @@ class _Search:
         level = 0 if isinstance(entry, Priced) else 1 if entry.chain else 2
         heapq.heappush(self.heap, (key, level, self.num_pushed, entry))
 
-    def key(self, bound: Bound) -> float:
-        return bound.peak_bytes if self.by_memory else bound.step_s
-
     def fits(self, peak_bytes: float) -> bool:
         return self.by_memory or peak_bytes <= self.pricer.usable_bytes
 
-    def reject(self, what: str, reason: str, count: int = 1) -> None:
+    def reject(self, what: str, reason: str, count: int) -> None:
         self.num_rejected += count
         self.rejections.add(Rejected(what=what, reason=reason, count=count))
+
+    def refuse(self, strategy: Strategy, error: InputError, count: int) -> None:
+        self.reject(f"{describe(strategy)}: {error.what}", f"cannot run ({error.where or 'model'})", count)
 
     def fill(self, branches: Iterable[Branch | Rejected]) -> None:
         for branch in branches:
@@ -165,64 +170,72 @@ class _Search:
                 self.rejections.add(branch)
                 continue
             self.num_candidates += branch.options.count
-            self.push_branch(branch, self.pricer.bound_branch(branch), 0.0, tight=False)
+            need = self.pricer.least_states_bytes(branch.mesh, max(branch.options.zero_stages))
+            if self.by_memory:
+                self.push(need.peak_bytes, _Open(branch=branch, tight=True))
+            elif self.fits(need.peak_bytes):
+                self.push(self.pricer.least_branch_s(branch, tight=False), _Open(branch=branch))
+            else:
+                what = f"{describe(next(branch.strategies()))}: at least {format_bytes(need.peak_bytes)}"
+                self.reject(what, need.reason, branch.options.count)
 
-    def push_branch(self, branch: Branch, bound: Bound, least: float, *, tight: bool) -> None:
-        if self.fits(bound.peak_bytes):
-            self.push(max(least, self.key(bound)), _Open(branch=branch, tight=tight))
-        else:
-            what = describe(next(branch.strategies()))
-            self.reject(f"{what}: at least {format_bytes(bound.peak_bytes)}", bound.reason, branch.options.count)
+    def expand(self, branch: Branch, key: float) -> None:
+        """Push every chain under the bound of its first member; by memory, where the ends of a chain are its extremes, under each end's."""
+        for chain in branch.chains():
+            need = self.pricer.least_states_bytes(branch.mesh, chain.base.zero_stage)
+            if not self.fits(need.peak_bytes):
+                self.reject(f"{describe(chain.member(0))}: at least {format_bytes(need.peak_bytes)}", need.reason, chain.count)
+                continue
+            ends = (chain.part(0, 1), chain.part(chain.count - 1)) if self.by_memory and chain.count > 1 else (chain,)
+            for part in ends:
+                strategy = part.member(0)
+                try:
+                    least = self.pricer.least_s(strategy)
+                    least = self.pricer.least_bytes(strategy).peak_bytes if self.by_memory else least
+                except InputError as error:
+                    self.refuse(strategy, error, part.count)
+                    continue
+                self.push(max(key, least), _Open(chain=part, cut=self.by_memory))
 
-    def push_chain(self, chain: tuple[Strategy, ...], least: float) -> None:
-        """Push what is left of `chain` after the members that cannot fit: the first may, the rest is bisected."""
-        bound = self.bound_of(chain[0], len(chain))
-        if bound is None:
+    def cut(self, chain: Chain, key: float) -> None:
+        """Drop the members that cannot fit: the first is asked, then the last, the rest is bisected."""
+        need = self.pricer.least_bytes(chain.member(0))
+        if self.fits(need.peak_bytes):
+            self.price(chain, key)
             return
-        if not self.fits(bound.peak_bytes):
-            skipped, bound = self.first_fit(chain, bound)
-            what = f"{describe(chain[0])}: at least {format_bytes(bound.peak_bytes)}" if skipped == len(chain) else describe(chain[0])
-            self.reject(what, bound.reason if skipped == len(chain) else "too little recompute to fit", skipped)
-            chain = chain[skipped:]
-        if chain:
-            self.push(max(least, self.key(bound)), _Open(chain=chain))
+        first = chain.count
+        if chain.count > 1:
+            need = self.pricer.least_bytes(chain.member(-1))
+            first = self.first_fit(chain) if self.fits(need.peak_bytes) else chain.count
+        if first == chain.count:
+            self.reject(f"{describe(chain.member(-1))}: at least {format_bytes(need.peak_bytes)}", need.reason, first)
+            return
+        self.reject(describe(chain.member(0)), "too little recompute to fit", first)
+        self.push(max(key, self.pricer.least_s(chain.member(first))), _Open(chain=chain.part(first), cut=True))
 
-    def first_fit(self, chain: tuple[Strategy, ...], bound: Bound) -> tuple[int, Bound]:
-        """Index and bound of the first member after chain[0] that fits, or (len(chain), the last bound)."""
-        low, high, last = 1, len(chain), bound
-        if high > 1:
-            last = self.pricer.bound(chain[-1])
-            if not self.fits(last.peak_bytes):
-                return high, last
-            high -= 1
+    def first_fit(self, chain: Chain) -> int:
+        """Index of the first member that fits, between the first, which does not, and the last, which does."""
+        low, high = 1, chain.count - 1
         while low < high:
             middle = (low + high) // 2
-            bound = self.pricer.bound(chain[middle])
-            if self.fits(bound.peak_bytes):
-                high, last = middle, bound
+            if self.fits(self.pricer.least_bytes(chain.member(middle)).peak_bytes):
+                high = middle
             else:
                 low = middle + 1
-        return low, last
+        return low
 
-    def bound_of(self, strategy: Strategy, count: int) -> Bound | None:
-        try:
-            return self.pricer.bound(strategy)
-        except InputError as error:
-            self.reject(f"{describe(strategy)}: {error.what}", f"cannot run ({error.where or 'model'})", count)
-            return None
-
-    def price(self, chain: tuple[Strategy, ...], key: float) -> None:
-        strategy, rest = chain[0], chain[1:]
+    def price(self, chain: Chain, key: float) -> None:
+        strategy = chain.member(0)
         try:
             estimate = self.pricer.estimate(strategy)
         except InputError as error:
-            self.reject(f"{describe(strategy)}: {error.what}", f"cannot run ({error.where or 'model'})", len(chain))
+            self.refuse(strategy, error, chain.count)
             return
         self.num_evaluated += 1
         if not self.fits(estimate.peak_bytes):
-            self.reject(f"{describe(strategy)}: {format_bytes(estimate.peak_bytes)}", "the estimated peak does not fit")
-            if rest:
-                self.push_chain(rest, key)
+            self.reject(f"{describe(strategy)}: {format_bytes(estimate.peak_bytes)}", "the estimated peak does not fit", 1)
+            if chain.count > 1:
+                self.push(max(key, self.pricer.least_s(chain.member(1))), _Open(chain=chain.part(1)))
             return
         priced = Priced(strategy=strategy, estimate=estimate)
         self.num_fitting += 1
@@ -237,14 +250,12 @@ class _Search:
         self.bound = max(self.bound, key) if not self.num_proven else self.bound
         if isinstance(entry, Priced):
             self.num_proven += 1
-        elif entry.branch is None:
-            self.price(entry.chain, key)
-        elif not entry.tight:
-            self.push_branch(entry.branch, self.pricer.tighten_branch(entry.branch), key, tight=True)
-        else:
-            for chain in entry.branch.chains():
-                for part in (chain[:1], chain[-1:]) if self.by_memory and len(chain) > 1 else (chain,):
-                    self.push_chain(part, key)
+        elif entry.chain is not None:
+            (self.price if entry.cut else self.cut)(entry.chain, key)
+        elif entry.branch is not None and not entry.tight:
+            self.push(max(key, self.pricer.least_branch_s(entry.branch, tight=True)), _Open(branch=entry.branch, tight=True))
+        elif entry.branch is not None:
+            self.expand(entry.branch, key)
 
     def progress(self) -> Progress:
         best = self.found[0][2] if self.found else None

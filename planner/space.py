@@ -78,6 +78,31 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Chain:
+    """Strategies that differ in recompute alone, in growing order: none, first 1, 2, ... layers, full; "selective" is a chain of its own.
+
+    Along a chain a step never gets shorter, and from the second member on memory never grows, so the first member that fits is the best of its chain.
+    """
+
+    base: Strategy
+    recompute: tuple[tuple[str, int], ...]
+
+    @property
+    def count(self) -> int:
+        """How many members it has."""
+        return len(self.recompute)
+
+    def member(self, index: int) -> Strategy:
+        """One member; -1 is the last."""
+        name, layers = self.recompute[index]
+        return replace(self.base, recompute=name, recompute_layers=layers)
+
+    def part(self, start: int, stop: int | None = None) -> Chain:
+        """The members from `start` up to `stop`."""
+        return replace(self, recompute=self.recompute[start:stop])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Branch:
     """One mesh and micro-batch with its `options`; `flash_attention` and `compile` are the user's."""
 
@@ -90,17 +115,16 @@ class Branch:
     def strategies(self) -> Iterator[Strategy]:
         """All members, in a fixed order."""
         for chain in self.chains():
-            yield from chain
+            yield from map(chain.member, range(chain.count))
 
-    def chains(self) -> Iterator[tuple[Strategy, ...]]:
-        """All members as chains of growing recompute: none, first 1, 2, ... layers, full; "selective" is a chain of its own.
-
-        Along a chain a step never gets shorter, and from the second member on memory never grows, so the first member that fits is the best of its chain.
-        """
+    def chains(self) -> Iterator[Chain]:
+        """All members, chained by recompute."""
         options = self.options
         for (schedule, vpp), recomputes in zip(options.schedules, options.recompute, strict=True):
             links = [tuple(item for item in recomputes if (item[0] == "selective") == alone) for alone in (False, True)]
-            for zero, parallel, kind, link in product(options.zero_stages, options.sequence_parallel, options.cp_kinds, links):
+            for zero, parallel, kind, link in product(
+                options.zero_stages, options.sequence_parallel, options.cp_kinds, filter(None, links)
+            ):
                 base = Strategy(
                     mesh=self.mesh,
                     micro_batch=self.micro_batch,
@@ -112,8 +136,7 @@ class Branch:
                     flash_attention=self.flash_attention,
                     compile=self.compile,
                 )
-                if link:
-                    yield tuple(replace(base, recompute=name, recompute_layers=count) for name, count in link)
+                yield Chain(base=base, recompute=link)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

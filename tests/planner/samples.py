@@ -12,7 +12,7 @@ from costmodel.mesh import Mesh
 from planner.job import Job
 from planner.plan import Alternative, Plan, Proof, Rejection, Stage
 from planner.restrict import parse_restrictions
-from planner.search import Bound
+from planner.search import Need
 from planner.space import Branch, Extents, Space
 from planner.strategy import Strategy
 
@@ -108,16 +108,17 @@ class FakePricer:
     broken: tuple[int, ...] = ()
     seen: list[Strategy] = field(default_factory=list)
 
-    def bound_branch(self, branch: Branch) -> Bound:
-        bounds = [self.bound(strategy) for strategy in branch.strategies()]
-        return Bound(step_s=min(bound.step_s for bound in bounds), peak_bytes=min(bound.peak_bytes for bound in bounds))
+    def least_states_bytes(self, mesh: Mesh, zero_stage: int) -> Need:
+        return Need(peak_bytes=self.slack * self.states_bytes(mesh, zero_stage))
 
-    def tighten_branch(self, branch: Branch) -> Bound:
-        return self.bound_branch(branch)
+    def least_branch_s(self, branch: Branch, *, tight: bool) -> float:
+        return (1.0 if tight else 0.9) * min(map(self.least_s, branch.strategies()))
 
-    def bound(self, strategy: Strategy) -> Bound:
-        step_s, peak_bytes = self.formula(strategy)
-        return Bound(step_s=self.slack * step_s, peak_bytes=self.slack * peak_bytes)
+    def least_s(self, strategy: Strategy) -> float:
+        return self.slack * self.formula(strategy)[0]
+
+    def least_bytes(self, strategy: Strategy) -> Need:
+        return Need(peak_bytes=self.slack * self.formula(strategy)[1])
 
     def estimate(self, strategy: Strategy) -> Estimate:
         self.calls += 1
@@ -145,3 +146,7 @@ class FakePricer:
         kept = {"none": 1.0, "selective": 0.7, "full": 0.1, "first_k": 1 - 0.9 * strategy.recompute_layers / layers}[strategy.recompute]
         activations = 4 * GIB * strategy.micro_batch * in_flight * kept / (mesh.pp * mesh.tp)
         return step_s, states + activations
+
+    def states_bytes(self, mesh: Mesh, zero_stage: int) -> float:
+        shards = {0: (1, 1, 1), 1: (1, 1, mesh.dp_shard), 2: (1, mesh.dp_shard, mesh.dp_shard), 3: (mesh.dp_shard,) * 3}[zero_stage]
+        return 16 * GIB * sum(part / shard for part, shard in zip((1, 1, 6), shards, strict=True)) / (mesh.tp * mesh.pp)

@@ -52,15 +52,15 @@ def test_no_estimate_beats_its_bounds(changes, fix):
     for branch in posed.space(parse_restrictions(fix)).branches():
         if not isinstance(branch, Branch):
             continue
-        coarse, tight = pricer.bound_branch(branch), pricer.tighten_branch(branch)
-        assert tight.step_s >= coarse.step_s
+        coarse_s, tight_s = (pricer.least_branch_s(branch, tight=tight) for tight in (False, True))
+        states = pricer.least_states_bytes(branch.mesh, max(branch.options.zero_stages)).peak_bytes
+        assert tight_s >= coarse_s
         for priced in exhaustive([branch], pricer):
-            bound, found = pricer.bound(priced.strategy), priced.estimate
-            assert tight.step_s <= found.step_s * (1 + 1e-9), priced.strategy
-            assert coarse.peak_bytes <= found.peak_bytes * (1 + 1e-9), priced.strategy
-            assert bound.peak_bytes <= found.peak_bytes * (1 + 1e-9), priced.strategy
-            if bound.peak_bytes <= pricer.usable_bytes:
-                assert bound.step_s <= found.step_s * (1 + 1e-9), priced.strategy
+            found = priced.estimate
+            assert tight_s <= found.step_s * (1 + 1e-9), priced.strategy
+            assert pricer.least_s(priced.strategy) <= found.step_s * (1 + 1e-9), priced.strategy
+            assert states <= found.peak_bytes * (1 + 1e-9), priced.strategy
+            assert pricer.least_bytes(priced.strategy).peak_bytes <= found.peak_bytes * (1 + 1e-9), priced.strategy
 
 
 @pytest.mark.parametrize(("changes", "fix"), PROBLEMS)

@@ -125,8 +125,11 @@ def test_chains_grow_in_recompute():
     branches, _ = split(space("pp=1,tp=8", num_layers=4))
     for branch in branches:
         for chain in branch.chains():
-            assert [s.recompute for s in chain] in (["none", "first_k", "first_k", "first_k", "full"], ["selective"])
-            assert [s.recompute_layers for s in chain] == [*sorted(s.recompute_layers for s in chain[:-1]), 0]
+            members = [chain.member(index) for index in range(chain.count)]
+            assert [s.recompute for s in members] in (["none", "first_k", "first_k", "first_k", "full"], ["selective"])
+            assert [s.recompute_layers for s in members] in ([0, 1, 2, 3, 0], [0])
+            assert chain.part(1).count == chain.count - 1
+            assert chain.member(-1) == members[-1]
 
 
 def test_describe():
