@@ -71,7 +71,9 @@ def run_run(options: argparse.Namespace, output: Output) -> int:
     from runtime.launch import run_local
     from runtime.measure import Report
 
-    report = run_local(Path(options.plan), options.target, steps=options.steps, seed=options.seed, report=options.report, quiet=options.json)
+    report = run_local(
+        Path(options.plan), options.target, steps=options.steps, seed=options.seed, report=options.report, quiet=options.json
+    )
     if options.json:
         output.document({"format": RUN_FORMAT, **encode(report, Report)})
     return 0

@@ -116,12 +116,21 @@ def _stages(graph: Graph, job: Job, strategy: Strategy, engine: Engine, cache: L
         cache.entries[key] = _stage_kinds(graph, strategy, engine)
     chunks = cache.entries[key]
     assert isinstance(chunks, tuple)
+    works: dict[tuple[str, str], BlockWork] = {}
+    boundaries: dict[str, float] = {}
     for stage_index, rank_index, runs in chunks:
-        blocks = tuple(
-            (lower_block(graph.kind(kind), policy, division, job, strategy, engine, cache), count) for kind, policy, count in runs
+        for kind, policy, _ in runs:
+            if (kind, policy) not in works:
+                works[kind, policy] = lower_block(graph.kind(kind), policy, division, job, strategy, engine, cache)
+        first = runs[0][0]
+        if first not in boundaries:
+            boundaries[first] = _boundary_bytes(graph.kind(first), division, cache)
+        yield StageWork(
+            stage_index=stage_index,
+            rank_index=rank_index,
+            blocks=tuple((works[kind, policy], count) for kind, policy, count in runs),
+            boundary_bytes=boundaries[first] if stage_index else 0.0,
         )
-        boundary = _boundary_bytes(graph.kind(runs[0][0]), division, cache) if stage_index else 0.0
-        yield StageWork(stage_index=stage_index, rank_index=rank_index, blocks=blocks, boundary_bytes=boundary)
 
 
 def _stage_kinds(graph: Graph, strategy: Strategy, engine: Engine) -> tuple[tuple[int, int, tuple[tuple[str, str, int], ...]], ...]:

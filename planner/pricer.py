@@ -69,8 +69,6 @@ class GraphPricer:
 
     def least_s(self, strategy: Strategy) -> float:
         """chunk_bound_s of the lowered chunks."""
-        problem = self.problem
-        validate(problem.graph, problem.cluster, problem.job, strategy, problem.engine)
         return self._lowered(strategy).least_s
 
     def least_bytes(self, strategy: Strategy) -> Need:
@@ -104,6 +102,7 @@ class GraphPricer:
                strategy.recompute, strategy.recompute_layers, strategy.cp_kind, strategy.flash_attention, strategy.compile)  # fmt: skip
         found = self._steps.get(key)
         if found is None:
+            validate(problem.graph, problem.cluster, problem.job, strategy, problem.engine)
             step = lower(problem.graph, problem.job, strategy, problem.engine, self.cache)
             machine = Machine.of(problem.cluster.pool, mesh)
             chunks = [(stage.rank_index, self._chunk_s(stage.blocks, machine, compiled=step.compiled)) for stage in step.stages]

@@ -38,9 +38,7 @@ def report_path(plan_path: Path) -> Path:
     return plan_path.with_suffix(".measured.json")
 
 
-def run_local(
-    plan_path: Path, target: str, *, steps: int = 20, seed: int = 0, report: Path | None = None, quiet: bool = False
-) -> Report:
+def run_local(plan_path: Path, target: str, *, steps: int = 20, seed: int = 0, report: Path | None = None, quiet: bool = False) -> Report:
     """Train on this machine, one process a rank, through torchrun. Returns the report, which is also written (report_path unless given).
 
     The ranks' output goes to this process's; with `quiet` all of it to stderr.
