@@ -144,7 +144,7 @@ def parameter_shard(block: Block, division: Division, tied: tuple[str, ...] = ()
 
 
 def is_tied(tensor_id: str, block: Block, tied: tuple[str, ...]) -> bool:
-    """Whether a parameter of a head is the second of a tied pair (named by its full path, or its path from some module on)."""
-    return block.role == "head" and any(
+    """Whether a parameter outside the layers is the second of a tied pair (named by its full path, or its path from some module on)."""
+    return block.role != "layer" and any(
         tensor_id == name or name.endswith(f".{tensor_id}") or tensor_id.endswith(f".{name}") for name in tied
     )

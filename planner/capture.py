@@ -19,13 +19,14 @@ from costmodel.errors import AutoplanError, InputError
 from planner.capture_atoms import Leaves
 from planner.capture_axes import Axes, understand
 from planner.capture_blocks import Scale, layer_block
+from planner.capture_kernels import Kernels
 from planner.capture_ledger import open_ledger
 from planner.capture_model import Call, fake_parameters, find_blocks, prepare_call, readable_masks, refusal
 from planner.capture_rest import Rest, inputs_of, trace_rest
 from planner.capture_roles import Roles
 from planner.capture_segments import write_segments
 from planner.capture_survey import BlockCall, survey
-from planner.capture_trace import Kernels, Strided, Trace, trace_call
+from planner.capture_trace import Strided, Trace, trace_call
 from planner.graph import Block, Graph, Layer
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "": None}
@@ -193,7 +194,7 @@ def _assemble(
         size for block in segments.values() for t in block.parameters for size, axis in zip(t.shape, t.axes, strict=True) if axis == "vocab"
     ]
     return Graph(
-        name=name, batch=batch, sequence=sequence, kinds=blocks, layers=tuple(layers), tied=_tied(module), num_parameters=total,
+        name=name, batch=batch, sequence=sequence, kinds=blocks, layers=tuple(layers), tied=_tied(module, blocks), num_parameters=total,
         num_trainable_parameters=sum(p.numel() for p in parameters.values() if p.requires_grad),
         num_active_parameters=total - inactive + (inactive * experts[1] // experts[0] if experts[0] else 0),
         num_experts=experts[0], top_k=experts[1], num_heads=heads[0], num_kv_heads=heads[1],
@@ -213,11 +214,14 @@ def _experts(blocks: tuple[Block, ...]) -> tuple[int, int]:
     return 0, 0
 
 
-def _tied(module: nn.Module) -> tuple[tuple[str, str], ...]:
-    first: dict[int, str] = {}
-    pairs = []
+def _tied(module: nn.Module, blocks: tuple[Block, ...]) -> tuple[tuple[str, str], ...]:
+    """Pairs of names of one parameter, first the name under which the first block that uses it has it."""
+    used = [tensor.tensor_id for block in blocks if block.role != "layer" for tensor in block.parameters]
+    names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        if id(parameter) in first:
-            pairs.append((first[id(parameter)], name))
-        first.setdefault(id(parameter), name)
+        names.setdefault(id(parameter), []).append(name)
+    pairs = []
+    for found in names.values():
+        first = min(found, key=lambda name: used.index(name) if name in used else len(used))
+        pairs += [(first, name) for name in found if name != first]
     return tuple(pairs)

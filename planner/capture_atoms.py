@@ -21,6 +21,7 @@ class Atoms:
         self._size: list[int] = []
         self._children: dict[int, tuple[int, int]] = {}
         self.source: dict[int, int] = {}
+        self._pieces: dict[int, dict[tuple[int, int], int]] = {}
 
     def fresh(self, size: int, source: int | None = None) -> int:
         """A new atom. `source`: the atom it was cropped or padded from; it inherits batch and sequence from there."""
@@ -88,6 +89,19 @@ class Atoms:
         keep, drop = (b, a) if a in self.source and b not in self.source else (a, b)
         self._parent[drop] = keep
         self.source.pop(drop, None)
+        for place, atom in self._pieces.pop(drop, {}).items():
+            self.unify([atom], [self.piece(keep, *place)])
+
+    def piece(self, leaf: int, start: int, length: int) -> int:
+        """The atom of elements start .. start + length of an unsplit leaf that is cut into unequal pieces."""
+        places = self._pieces.setdefault(self.find(leaf), {})
+        if (start, length) not in places:
+            places[start, length] = self.fresh(length, leaf)
+        return places[start, length]
+
+    def pieces(self, leaf: int) -> dict[tuple[int, int], int]:
+        """All pieces of a leaf by (start, length)."""
+        return self._pieces.get(self.find(leaf), {})
 
     def cut(self, dim: Sequence[int], major: int) -> tuple[Leaves, Leaves] | None:
         """Split a dim of n into (major, n / major), or None where its factors do not allow it."""
@@ -130,18 +144,43 @@ class Storage:
         self._runs.sort(key=lambda run: -run[1])
         return self._runs
 
+    def cut(self, size: int, stride: int, offset: int, length: int) -> None:
+        """Note that a dim of `size` at `stride` is cut into unequal pieces, one of which has `length` and begins at `offset`."""
+        for leaf, at in self._leaves():
+            if at == stride and self._atoms.size(leaf) == size:
+                self._atoms.piece(leaf, offset // stride % size, length)
+
     def dims(self, shape: Sequence[int], strides: Sequence[int], offset: int) -> list[Leaves]:
         """The atoms of every dim of a view."""
-        return [self._dim(size, stride, offset) for size, stride in zip(shape, strides, strict=True)]
+        view = list(zip(shape, strides, strict=True))
+        return [self._dim(size, stride, offset, view) for size, stride in view]
 
-    def _dim(self, size: int, stride: int, offset: int) -> Leaves:
+    def _seen(self, view: Sequence[tuple[int, int]], offset: int) -> tuple[list[tuple[int, int]], int]:
+        """The leaves a view sees: a piece in place of the leaf it is cut from; and the offset inside them."""
+        found = []
+        for leaf, at in self._leaves():
+            pieces = self._atoms.pieces(leaf)
+            size = self._atoms.size(leaf)
+            first = offset // at % size
+            last = first + sum((count - 1) * stride // at for count, stride in view if at <= stride < at * size)
+            around = [place for place in pieces if place[0] <= first and last < sum(place)]
+            if around:
+                place = min(around, key=lambda item: item[1])
+                found += self._strided([pieces[place]], at)
+                offset -= place[0] * at
+            else:
+                found.append((leaf, at))
+        return sorted(found, key=lambda run: -run[1]), offset
+
+    def _dim(self, size: int, stride: int, offset: int, view: Sequence[tuple[int, int]]) -> Leaves:
         if size == 1:
             return []
         if stride == 0:
             return [self._derive(size, 0, 0, None)]
-        self._boundary(stride, offset)
-        self._boundary(stride * size, offset)
-        inside = [(leaf, at) for leaf, at in self._leaves() if stride <= at < stride * size]
+        for edge in (stride, stride * size):
+            self._boundary(edge, *self._seen(view, offset))
+        leaves, inner = self._seen(view, offset)
+        inside = [(leaf, at) for leaf, at in leaves if stride <= at < stride * size]
         expected = stride * size
         for leaf, at in inside:
             if at * self._atoms.size(leaf) != expected:
@@ -149,8 +188,8 @@ class Storage:
             expected = at
         if inside and expected == stride:
             return [leaf for leaf, _ in inside]
-        source = next((leaf for leaf, at in self._leaves() if at <= stride < at * self._atoms.size(leaf)), None)
-        return [self._derive(size, stride, offset // stride if source is not None else 0, source)]
+        source = next((leaf for leaf, at in leaves if at <= stride < at * self._atoms.size(leaf)), None)
+        return [self._derive(size, stride, inner // stride if source is not None else 0, source)]
 
     def _derive(self, size: int, stride: int, offset: int, source: int | None) -> int:
         key = (size, stride, offset)
@@ -158,9 +197,9 @@ class Storage:
             self._derived[key] = self._atoms.fresh(size, source)
         return self._derived[key]
 
-    def _boundary(self, stride: int, offset: int) -> None:
+    def _boundary(self, stride: int, leaves: list[tuple[int, int]], offset: int) -> None:
         """Split the leaf that straddles `stride` there, when sizes and the view's offset allow it."""
-        for leaf, at in self._leaves():
+        for leaf, at in leaves:
             size = self._atoms.size(leaf)
             if at < stride < at * size and stride % at == 0:
                 minor = stride // at

@@ -6,7 +6,7 @@ dims are batch, sequence, heads, ffn, vocab or experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -48,6 +48,8 @@ class Axes:
         self.gathered: list[Leaves] = []
         self.tables: list[tuple[Strided, Strided]] = []
         self._storages: dict[int, Storage] = {}
+        self._unequal: set[tuple[int, int, int]] = set()
+        self._pieces: dict[tuple[int, int, int], set[tuple[int, int]]] = {}
 
     # -- dims of values --------------------------------------------------------------------------------------------------------------
 
@@ -78,11 +80,38 @@ class Axes:
             if grad.shape == value.shape:
                 self.define(grad, self.dims(value))
 
+    def expect_cuts(self, records: Iterable[Record]) -> None:
+        """Find the dims that are cut into unequal pieces (q, k and v of grouped-query attention in one weight)."""
+        places: dict[tuple[int, int, int], set[tuple[int, int]]] = {}
+        for record in records:
+            for key, place, _ in _slices(record):
+                places.setdefault(key, set()).add(place)
+        self._pieces = places
+        self._unequal = {
+            key
+            for key, found in places.items()
+            if len({length for _, length in found}) > 1 or any(start % length for start, length in found)
+        }
+
+    def cut_gradient(self, out: Strided, where: int, view: Strided) -> None:
+        """`view` is the part of the gradient `out` that one of several unequal pieces of dim `where` has."""
+        size, length = out.shape[where], view.shape[where]
+        if any(key[1] == size and any(part == length for _, part in self._pieces[key]) for key in self._unequal):
+            self._storages[out.storage].cut(size, out.strides[where], view.offset, length)
+
+    def _cut(self, record: Record) -> None:
+        for key, (_, length), out in _slices(record):
+            if key in self._unequal:
+                self.dims(record.inputs[0])
+                storage, size, stride = key
+                self._storages[storage].cut(size, stride, out.offset, length)
+
     # -- rules -----------------------------------------------------------------------------------------------------------------------
 
     def visit(self, index: int, record: Record) -> None:
         """Apply the rule of record number `index`."""
-        if record.view or not record.outputs:
+        if record.view:
+            self._cut(record)
             return
         if record.op in GEMMS:
             self._matmul(index, record)
@@ -179,6 +208,17 @@ class Axes:
             for dim, wanted in zip(self.dims(mask), (dq[0], dq[1], dq[2], dk[2]), strict=True):
                 if dim:
                     self.atoms.unify(dim, wanted)
+
+
+def _slices(record: Record) -> Iterator[tuple[tuple[int, int, int], tuple[int, int], Strided]]:
+    """((storage, size, stride) of the dim, (start, length), result) for every narrower part of a dim that a view takes."""
+    if record.op not in ("slice", "split", "split_with_sizes", "narrow"):
+        return
+    source = record.inputs[0]
+    for out in record.outputs:
+        for size, stride, length, step in zip(source.shape, source.strides, out.shape, out.strides, strict=True):
+            if 0 < length < size and step == stride > 0:
+                yield (source.storage, size, stride), (out.offset // stride % size, length), out
 
 
 def _reduced(ndim: int, dims: Any) -> tuple[int, ...]:
@@ -282,6 +322,8 @@ def _slice_backward(axes: Axes, record: Record) -> None:
     if record.op == "select_backward":
         strides = tuple(stride for position, stride in enumerate(strides) if position != where)
     view = replace(out, shape=grad.shape, strides=strides, offset=out.offset + start * out.strides[where])
+    if record.op == "slice_backward":
+        axes.cut_gradient(out, where, view)
     axes.same(view, grad)
 
 
@@ -378,6 +420,7 @@ _RULES = {
 def understand(trace: Trace) -> Axes:
     """Visit a whole trace; the gradient of everything has the dims of what it is the gradient of."""
     axes = Axes(frozenset(value.storage for value in trace.parameters.values()))
+    axes.expect_cuts(trace.records)
     for value in (*trace.parameters.values(), *trace.inputs.values(), *trace.buffers.values()):
         axes.dims(value)
     for index, record in enumerate(trace.records):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import prod
 
 from planner.capture_axes import Axes
 from planner.capture_ops import flops, is_causal, loops, op_class, op_name, scaled
@@ -50,12 +51,13 @@ class BlockWriter:
     def tensor(self, value: Strided, name: str, kind: str, *, trainable: bool = False, statistic: bool = False) -> str:
         """Declare the storage of `value` under `name`, shaped as it was first made. A norm's `statistic` is fp32, as accelerators keep it."""
         root = self._roots.get(value.storage, value)
-        dims = self._axes.dims(root)
-        shape = tuple(
-            1 if stride == 0 else scaled(size, self._roles.scales(dim), self._frac)
-            for size, stride, dim in zip(root.shape, root.strides, dims, strict=True)
-        )
-        axes = tuple(map(self._roles.axis, dims))
+        parts = [
+            [] if stride == 0 else part
+            for stride, dim in zip(root.strides, self._axes.dims(root), strict=True)
+            for part in (self._roles.parts(dim) if stride else [dim])
+        ]
+        shape = tuple(scaled(prod(map(self._roles.size, part)), self._roles.scales(part), self._frac) for part in parts)
+        axes = tuple(map(self._roles.axis, parts))
         if kind == "parameter":
             axes = tuple("" if axis in TOKEN_AXES else axis for axis in axes)
         dtype = "compute" if value.dtype == self._scale.compute else _DTYPES.get(value.dtype, value.dtype)

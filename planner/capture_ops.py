@@ -67,7 +67,7 @@ def flops(record: Record, sizes: tuple[Loop, ...]) -> float:
     if op_class(record) == "attention":
         forward = 2.0 * size["batch"] * size["heads"] * size["q"] * size["kv"] * (size["head_dim"] + size["v_dim"])
         return forward * (0.5 if is_causal(record) else 1.0) * (2.5 if record.phase == "backward" else 1.0)
-    gemm = 2.0 * size.get("batch", 1.0) * size["m"] * size["n"] * size["k"]
+    gemm = 2.0 * size.get("batch", 1.0) * size.get("heads", 1.0) * size["m"] * size["n"] * size["k"]
     if record.op == "convolution_backward":
         return gemm * sum(map(bool, record.args[-1][:2]))
     return gemm
@@ -98,7 +98,9 @@ def _matmul_loops(matmul: Matmul, kind: str, roles: Roles, batch_frac: tuple[int
     if kind == "grouped_gemm":
         found.append(_loop("groups", prod(map(roles.size, matmul.groups)), matmul.groups, roles, batch_frac))
     elif batch > 1:
-        found.insert(0, _loop("batch", batch, matmul.batch, roles, batch_frac))
+        for part in reversed(roles.parts(matmul.batch)):
+            name = "heads" if roles.axis(part) in ("heads", "kv_heads") else "batch"
+            found.insert(0, _loop(name, prod(map(roles.size, part)), part, roles, batch_frac))
     return tuple(found)
 
 

@@ -73,7 +73,7 @@ class Roles:
 
     def _divided(self, whole: frozenset[int]) -> frozenset[int]:
         leaves = self._axes.atoms.leaves
-        made = self._set(matmul.n for matmul in self._weighted)
+        made = self._with_pieces(matmul.n for matmul in self._weighted)
         used = self._set(matmul.k for matmul in self._weighted)
         candidates = (made & used) - whole
         stake: Counter[int] = Counter()
@@ -96,7 +96,14 @@ class Roles:
         for leaf in self._axes.atoms.leaves(dim):
             if leaf in candidates or leaf in whole:
                 return [leaf] if leaf in candidates else []
+            if pieces := self._axes.atoms.pieces(leaf):
+                found = [self._major([piece], candidates, whole) for piece in pieces.values()]
+                return [leaf for part in found for leaf in part] if all(found) else []
         return []
+
+    def _with_pieces(self, dims: Iterable[Leaves]) -> frozenset[int]:
+        leaves = self._set(dims)
+        return leaves | self._set([piece] for leaf in leaves for piece in self._axes.atoms.pieces(leaf).values())
 
     def _heads_in(self, dim: Leaves) -> int:
         found = [leaf for leaf in self._axes.atoms.leaves(dim) if leaf in self.heads]
@@ -115,9 +122,26 @@ class Roles:
         if self.vocab.intersection(leaves):
             return "vocab"
         if not self.divided.intersection(leaves):
-            return ""
+            return self._pieces_axis(leaves)
         heads = self._heads_in(leaves)
         return "ffn" if not heads else "heads" if heads >= self.num_heads else "kv_heads"
+
+    def _pieces_axis(self, leaves: Leaves) -> str:
+        """The axis that all unequal pieces of a dim are divided by; the coarsest (kv_heads) where they differ."""
+        found = [[self.axis([piece]) for piece in self._axes.atoms.pieces(leaf).values()] for leaf in leaves]
+        axes = next((names for names in found if names and all(names)), [])
+        return "kv_heads" if "kv_heads" in axes else next(iter(axes), "")
+
+    def parts(self, dim: Leaves) -> list[Leaves]:
+        """A merged dim taken apart where its factors have different axes: (batch x heads) and (batch x sequence), not tokens that were regrouped."""
+        leaves = self._axes.atoms.leaves(dim)
+        kinds = ["batch" if self.scales([leaf]) else "sequence" if self._origin(leaf) & self.sequence else "" for leaf in leaves]
+        if kinds != sorted(kinds, key=("batch", "sequence", "").index):
+            return [leaves]
+        groups = [[leaf for leaf, found in zip(leaves, kinds, strict=True) if found == kind] for kind in ("batch", "sequence", "")]
+        if groups[2] and not self.axis(groups[2]):
+            return [leaves]
+        return [group for group in groups if group] or [leaves]
 
     def size(self, leaf: int) -> int:
         """Size of a factor."""

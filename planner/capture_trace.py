@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _NO_KERNEL = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "device"})
@@ -195,59 +194,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             for handle in handles:
                 handle.remove()
-
-
-class Kernels(TorchFunctionMode):
-    """Chooses the accelerator's kernel where the CPU's differs.
-
-    Attention is one fused kernel even where the CPU has none (a bias that needs a gradient, values of another width), and its dropout is 0: a fused kernel
-    draws it again from the seed and stores nothing. With `fused`, dropout keeps a bool mask (native_dropout) rather than a float one, and RMSNorm is one
-    kernel; without, these two and attention are the CPU's own.
-    """
-
-    def __init__(self, fused: bool) -> None:
-        super().__init__()
-        self._fused = fused
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func is nn.functional.scaled_dot_product_attention:
-            kwargs |= dict(zip(("attn_mask", "dropout_p", "is_causal"), args[3:], strict=False))
-            return _attention(*args[:3], fused=self._fused, **kwargs)
-        if self._fused and func is nn.functional.dropout:
-            return _dropout(*args, **kwargs)
-        if self._fused and func is nn.functional.rms_norm:
-            return _rms_norm(*args, **kwargs)
-        return func(*args, **kwargs)
-
-
-def _attention(
-    q: Tensor, k: Tensor, v: Tensor, *, fused: bool, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
-    scale: float | None = None, enable_gqa: bool = False,
-) -> Tensor:  # fmt: skip
-    """The flash kernel; where the CPU would fall back to plain matmuls, the memory-efficient one that an accelerator takes (its bias is float and expanded)."""
-    plain = q.shape[-1] == v.shape[-1] and not (attn_mask is not None and attn_mask.requires_grad)
-    if plain or not fused:
-        return nn.functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
-        )
-    if enable_gqa:
-        k, v = (item.repeat_interleave(q.shape[1] // item.shape[1], 1) for item in (k, v))
-    if attn_mask is not None:
-        if attn_mask.dtype == torch.bool:
-            attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill_(attn_mask.logical_not(), float("-inf"))
-        attn_mask = attn_mask.expand(*q.shape[:3], k.shape[2])
-    out: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, attn_mask, True, 0.0, is_causal, scale=scale)[0]
-    return out
-
-
-def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    return torch.native_dropout(input, p, True)[0] if training and p > 0.0 else input
-
-
-def _rms_norm(input: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    out: Tensor = torch.ops.aten._fused_rms_norm(input, list(normalized_shape), weight, eps)[0]
-    return out
 
 
 def differentiate(

@@ -17,6 +17,7 @@ min-cut of torch.compile (torch._functorch.partitioners) restricted to single ke
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from planner.graph import TENSOR_PARALLEL_AXES, Block, Node, Tensor
@@ -90,11 +91,14 @@ def _groups(nodes: tuple[Node, ...], view: _View) -> dict[str, int]:
         return view.is_split(maker) == view.is_split(node) and view.fusable(maker) and view.fusable(node)
 
     index = {node.node_id: position for position, node in enumerate(nodes)}
+    makers_of: dict[str, list[Node]] = {}
     for node in nodes:
         makers = [view.makers[name] for name in node.inputs if name in view.makers]
-        makers = [maker for maker in makers if maker.phase == node.phase and index[maker.node_id] < index[node.node_id]]
-        depth[node.node_id] = max((depth[maker.node_id] + (not joins(maker, node)) for maker in makers), default=0)
-        for maker in makers:
+        makers_of[node.node_id] = [maker for maker in makers if maker.phase == node.phase and index[maker.node_id] < index[node.node_id]]
+        depth[node.node_id] = max((depth[maker.node_id] + (not joins(maker, node)) for maker in makers_of[node.node_id]), default=0)
+    _sink(nodes, makers_of, depth, joins)
+    for node in nodes:
+        for maker in makers_of[node.node_id]:
             if joins(maker, node) and depth[maker.node_id] == depth[node.node_id]:
                 first, second = sorted((root(maker.node_id), root(node.node_id)), key=index.__getitem__)
                 parent[second] = first
@@ -106,6 +110,21 @@ def _groups(nodes: tuple[Node, ...], view: _View) -> dict[str, int]:
                 first, second = sorted((root(readers.setdefault(key, node.node_id)), root(node.node_id)), key=index.__getitem__)
                 parent[second] = first
     return {node.node_id: index[root(node.node_id)] for node in nodes}
+
+
+def _sink(nodes: tuple[Node, ...], makers_of: dict[str, list[Node]], depth: dict[str, int], joins: Callable[[Node, Node], bool]) -> None:
+    """Lower kernels that wait for nothing of their pass (a factor computed from a saved tensor) to where their result is first read."""
+    free: set[str] = set()
+    latest: dict[str, int] = {}
+    for node in nodes:
+        if node.op in FUSABLE and all(maker.node_id in free for maker in makers_of[node.node_id]):
+            free.add(node.node_id)
+    for node in reversed(nodes):
+        if node.node_id in free:
+            depth[node.node_id] = max(depth[node.node_id], latest.get(node.node_id, 0))
+        for maker in makers_of[node.node_id]:
+            bound = depth[node.node_id] - (not joins(maker, node))
+            latest[maker.node_id] = min(latest.get(maker.node_id, bound), bound)
 
 
 def _is_activation(tensor: Tensor) -> bool:
