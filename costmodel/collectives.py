@@ -12,7 +12,7 @@ what the p cards of a domain carry is the flow of every other link; two domains 
 hop, or a tree:
 
     t = alpha + max( f S / (B frac),  g S / (p W frac_W) )      g = f; all_reduce on two domains (double tree): g = 1
-    alpha = base + W.latency x steps, for all_reduce at most base + 2 log2(N) W.latency + 2 p hop
+    alpha = base + 2 W.latency x steps, for all_reduce at most base + 2 log2(N) W.latency + 2 p hop
 
 with W the network bandwidth per device. An all-to-all sends (n - p)/n of its bytes over the network from one card, the rest inside. Formulas: NCCL
 tests' PERFORMANCE.md (bus bandwidth) and Hockney's alpha-beta model.
@@ -28,6 +28,8 @@ from costmodel.profiles.links import LinkProfile, link_profile
 
 BULK_LATENCY = 3.0
 LOW_LATENCY_FRAC = 0.5
+# A ring step over the network waits for its data and for the credit that frees the buffer behind it.
+RING_STEP = 2.0
 _ROUNDS = frozenset({"all_gather", "reduce_scatter", "all_to_all"})
 
 
@@ -76,7 +78,7 @@ def _across_s(kind: str, full_bytes: float, size: int, local: int, fast: Link, o
     if kind == "all_to_all":
         alpha = profile.base_s + outer.latency_s
         return alpha + max(inside_wire, full_bytes * (size - local) / size / bandwidth)
-    ring = _steps(kind, size) * outer.latency_s
+    ring = RING_STEP * _steps(kind, size) * outer.latency_s
     tree = 2.0 * ceil(log2(domains)) * outer.latency_s + 2.0 * profile.hop_s * local
     alpha = profile.base_s + (min(ring, tree) if kind == "all_reduce" else ring)
     factor = 1.0 if kind == "all_reduce" and domains == 2 else volume_factor(kind, size)

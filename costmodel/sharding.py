@@ -63,24 +63,31 @@ def local_elements(shard: ParameterShard, step: StepWork, stage: int, *, trainab
     return dense / dense_ways + expert / expert_ways
 
 
-def traffic(shard: ParameterShard, step: StepWork, machine: Machine) -> Traffic:
-    """Collectives over the data-parallel group for one block."""
-    size = compute_bytes(step) if step.zero_stage == 3 else float(DTYPE_BYTES[step.parameter_dtype])
-    if step.zero_stage == 2:
-        size = compute_bytes(step)
+def traffic(shard: ParameterShard, step: StepWork, machine: Machine, engine: Engine) -> Traffic:
+    """Collectives over the data-parallel group for one block: its share of the buckets it travels in, or (fully_shard) one call of its own."""
+    size = compute_bytes(step) if engine.fully_shard and step.zero_stage >= 2 else float(DTYPE_BYTES[step.parameter_dtype])
     gradient = float(DTYPE_BYTES[step.gradient_dtype])
+    by_block = engine.fully_shard and step.zero_stage >= 2
+    bucket = max(engine.bucket_elements, engine.bucket_elements_per_rank * step.mesh.size("dp_cp"))
+
+    def call_s(kind: str, elements: float, width: float, axis: str) -> float:
+        if elements <= 0.0:
+            return 0.0
+        count = elements if by_block else float(bucket)
+        return machine.collective_s(kind, count * width, axis) * elements / count
+
     gather = reduce = 0.0
     for trainable, frozen, shard_axis, whole_axis in (
         (shard.dense, shard.frozen_dense, "dp_shard_cp", "dp_cp"),
         (shard.expert, shard.frozen_expert, "edp_shard", "edp"),
     ):
         if step.zero_stage == 0:
-            reduce += machine.collective_s("all_reduce", trainable * gradient, whole_axis)
+            reduce += call_s("all_reduce", trainable, gradient, whole_axis)
             continue
         ways = max(1, step.mesh.size(shard_axis))
-        gather += machine.collective_s("all_gather", (trainable + frozen) * size, shard_axis)
-        reduce += machine.collective_s("reduce_scatter", trainable * gradient, shard_axis)
-        reduce += machine.collective_s("all_reduce", trainable * gradient / ways, "dp_replicate")
+        gather += call_s("all_gather", trainable + frozen, size, shard_axis)
+        reduce += call_s("reduce_scatter", trainable, gradient, shard_axis)
+        reduce += call_s("all_reduce", trainable / ways, gradient, "dp_replicate")
     return Traffic(gather_s=gather, reduce_s=reduce)
 
 

@@ -90,7 +90,7 @@ def _price_chunk(stage: StageWork, step: StepWork, engine: Engine, machine: Mach
     runs = []
     for block, repeat in stage.blocks:
         if id(block) not in priced:
-            priced[id(block)] = (*price_block(block, machine), traffic(block.parameters, step, machine))
+            priced[id(block)] = (*price_block(block, machine), traffic(block.parameters, step, machine, engine))
         runs.append((priced[id(block)], repeat))
     one_by_one = [price for price, repeat in runs for _ in range(repeat)]
     forward_blocks = tuple(forward.device_s for forward, _, _ in one_by_one)
