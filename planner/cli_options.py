@@ -68,7 +68,7 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
     """Flags of every verb."""
     group = parser.add_argument_group("output")
     group.add_argument("--json", action="store_true", help="print one versioned JSON document")
-    group.add_argument("-q", "--quiet", action="store_true", help="no progress")
+    group.add_argument("-q", "--quiet", action="store_true", help="no progress, and no panel when -o writes the plan")
     group.add_argument("-v", "--verbose", action="store_true", help="more on stderr: progress without a terminal, tracebacks")
     group.add_argument("--no-color", action="store_true", help="plain text (NO_COLOR does the same)")
 

@@ -101,6 +101,8 @@ def _deliver(plan: Plan, options: argparse.Namespace, output: Output) -> None:
 
         output.write(plan_to_json(plan))
         return
+    if options.output and output.quiet:
+        return
     from planner.render import plan_panel
 
     output.show(plan_panel(plan))

@@ -177,7 +177,7 @@ def _strategy_table(strategy: Strategy, global_batch: int, num_layers: int) -> T
 
 
 def _stage_table(stages: tuple[Stage, ...]) -> Table:
-    table = _table("stages", "rank", "layers", "recompute", "from", "to")
+    table = _table("stages", "rank", "blocks", "recompute", "from", "to")
     for (size, recompute), group in groupby(stages, key=lambda stage: (len(stage.layer_paths), stage.recompute_layers)):
         run = list(group)
         first, last = run[0], run[-1]
