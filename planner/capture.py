@@ -17,13 +17,14 @@ from torch._subclasses import FakeTensorMode
 
 from costmodel.errors import AutoplanError, InputError
 from planner.capture_atoms import Leaves
-from planner.capture_axes import Axes, understand
+from planner.capture_axes import Axes
 from planner.capture_blocks import Scale, layer_block
 from planner.capture_kernels import Kernels
 from planner.capture_ledger import open_ledger
 from planner.capture_model import Call, fake_parameters, find_blocks, prepare_call, readable_masks, refusal
 from planner.capture_rest import Rest, inputs_of, trace_rest
 from planner.capture_roles import Roles
+from planner.capture_rules import understand
 from planner.capture_segments import write_segments
 from planner.capture_survey import BlockCall, survey
 from planner.capture_trace import Strided, Trace, trace_call

@@ -127,10 +127,13 @@ class Roles:
         return "ffn" if not heads else "heads" if heads >= self.num_heads else "kv_heads"
 
     def _pieces_axis(self, leaves: Leaves) -> str:
-        """The axis that all unequal pieces of a dim are divided by; the coarsest (kv_heads) where they differ."""
-        found = [[self.axis([piece]) for piece in self._axes.atoms.pieces(leaf).values()] for leaf in leaves]
-        axes = next((names for names in found if names and all(names)), [])
-        return "kv_heads" if "kv_heads" in axes else next(iter(axes), "")
+        """The axis of the largest of a dim's unequal pieces, when all of them are divided."""
+        for leaf in leaves:
+            pieces = self._axes.atoms.pieces(leaf)
+            axes = {length: self.axis([piece]) for (_, length), piece in sorted(pieces.items())}
+            if axes and all(axes.values()):
+                return axes[max(axes)]
+        return ""
 
     def parts(self, dim: Leaves) -> list[Leaves]:
         """A merged dim taken apart where its factors have different axes: (batch x heads) and (batch x sequence), not tokens that were regrouped."""
