@@ -25,6 +25,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from costmodel.errors import InputError
 from passes.chain import ModelPart, block_of
 from passes.recompute import is_wrapped
+from passes.selfcheck import one_block_of_each_class, watch_blocks
 from passes.split import Stub
 from passes.styles import EnterRegion, EnterSequenceShard, InsideRegion, LeaveSequenceShard, OnSequenceShard, WholeInput, local_bytes
 from planner.plan import Plan
@@ -62,12 +63,14 @@ def place_tensors(chunk: ModelPart, plan: Plan, mesh: DeviceMesh, layouts: dict[
     styles = _styles(chunk, held, sharded=sharded)
     _check(chunk, held, mesh.size(), sharded=sharded)
     shared = _shared_parameters(chunk.module)
+    whole = one_block_of_each_class(chunk)
     for path, modules_styles in styles.items():
         for style in modules_styles:
             parallelize_module(chunk.module.get_submodule(path), mesh, style, src_data_rank=None)
     _tie(chunk.module, shared)
-    local, whole = local_bytes(chunk.module)
-    return f"{len(styles)} modules placed, {whole} parameter bytes became {local} per rank"
+    watch_blocks(chunk, whole, mesh, sharded=sharded)
+    local, total = local_bytes(chunk.module)
+    return f"{len(styles)} modules placed, {total} parameter bytes became {local} per rank"
 
 
 def held_layouts(chunk: ModelPart, layouts: dict[str, str]) -> dict[str, str]:

@@ -10,6 +10,7 @@ partial sums that DTensor reduces.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ class EnterRegion(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            return _map_hidden(args, kwargs, self._whole, device_mesh)
+            return change_hidden(args, kwargs, self._whole, device_mesh)
 
         module.register_forward_pre_hook(enter, with_kwargs=True)
         return module
@@ -47,7 +48,7 @@ class EnterSequenceShard(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            return _map_hidden(args, kwargs, _sequence_shard, device_mesh)
+            return change_hidden(args, kwargs, _sequence_shard, device_mesh)
 
         module.register_forward_pre_hook(enter, with_kwargs=True)
         return module
@@ -59,8 +60,8 @@ class LeaveSequenceShard(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def leave(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
             if isinstance(output, tuple):
-                return (_gather(output[0], device_mesh), *output[1:])
-            return _gather(output, device_mesh)
+                return (gather_sequence(output[0], device_mesh), *output[1:])
+            return gather_sequence(output, device_mesh)
 
         module.register_forward_hook(leave)
         return module
@@ -127,7 +128,9 @@ def replicate_parameters(module: nn.Module, mesh: DeviceMesh) -> None:
             child.register_parameter(name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
 
 
-def _map_hidden(args: tuple[Any, ...], kwargs: dict[str, Any], change: Any, mesh: DeviceMesh) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def change_hidden(
+    args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor, DeviceMesh], Tensor], mesh: DeviceMesh
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Change the hidden state: the first positional argument, else the first floating-point keyword of (batch, sequence, features)."""
     if args:
         return (change(args[0], mesh), *args[1:]), kwargs
@@ -154,7 +157,7 @@ def _sequence_shard(hidden: Tensor, mesh: DeviceMesh) -> Tensor:
     return whole.redistribute(placements=(Shard(SEQUENCE_DIM),)).to_local()
 
 
-def _gather(hidden: Tensor, mesh: DeviceMesh) -> Tensor:
+def gather_sequence(hidden: Tensor, mesh: DeviceMesh) -> Tensor:
     """The whole sequence, as a tensor of its own: fully_shard's backward hook would be lost with a view that is changed in place."""
     part = DTensor.from_local(hidden, mesh, (Shard(SEQUENCE_DIM),), run_check=False)
     return part.redistribute(placements=(Replicate(),)).to_local().clone()

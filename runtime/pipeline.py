@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
-from costmodel.errors import InputError
+from costmodel.errors import AutoplanError, InputError
 from passes.chain import ModelPart
 from planner.plan import Plan
 from runtime.data_parallel import local
@@ -30,6 +30,14 @@ class Pipeline:
 
     def run(self) -> Tensor:
         """Forward and backward of all micro-batches; gives the sum of their scaled losses, 0 on ranks without the last stage."""
+        try:
+            return self._run()
+        except RuntimeError as error:
+            if isinstance(error.__cause__, AutoplanError):
+                raise error.__cause__ from None
+            raise
+
+    def _run(self) -> Tensor:
         index = torch.arange(self.num_micro_batches)
         losses: list[Tensor] = []
         if self.holds_last:

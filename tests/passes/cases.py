@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from costmodel.errors import InputError
@@ -14,7 +15,7 @@ from passes.chain import ModelPart
 from passes.placements import place_tensors, resolve_layouts
 from passes.sequence import rewrite
 from passes.styles import local_bytes
-from tests.passes.models import Inline
+from tests.passes.models import Fused, Inline
 from tests.runtime.plans import GPT_LAYOUTS, make_plan
 
 INLINE_LAYOUTS = (("layers.*.norm", "replicate"), ("layers.*.up", "column"), ("layers.*.down", "row"))
@@ -30,6 +31,7 @@ def refusal(*, name: str) -> str:
     mesh = init_device_mesh("cpu", (2,))
     config = GPTConfig(num_layers=2)
     plan = make_plan(num_layers=2, mesh={"tp": 2}, layouts=GPT_LAYOUTS)
+    torch.manual_seed(0)
     model: Any = build_model(config)
     if name == "uneven":
         model = build_model(GPTConfig(num_layers=2, ffn_size=33))
@@ -39,6 +41,9 @@ def refusal(*, name: str) -> str:
         plan = dataclasses.replace(plan, layouts=tuple(item for item in GPT_LAYOUTS if "k_proj" not in item[0]))
     elif name == "narrow norm":
         model, plan = Inline(norm_width=4), make_plan(chain="layers", num_layers=2, mesh={"tp": 2}, layouts=INLINE_LAYOUTS)
+    elif name == "fused":
+        layouts = (("layers.*.gate_up", "column"), ("layers.*.down", "row"))
+        model, plan = Fused(), make_plan(chain="layers", num_layers=2, mesh={"tp": 2}, layouts=layouts)
     elif name == "untied":
         model = build_model(GPTConfig(num_layers=2, tied=True))
         plan = dataclasses.replace(plan, layouts=with_layout("embed", "column"))
@@ -57,7 +62,8 @@ def refusal(*, name: str) -> str:
                 recompute.wrap_blocks(part, full)
             place_tensors(part, plan, mesh, layouts)
         else:
-            rewrite(plan, model, tensor_mesh=mesh)
+            ((part, _),) = rewrite(plan, model, tensor_mesh=mesh)
+            part.module(torch.ones(2, 4, 8))
     except InputError as error:
         return str(error)
     return "not refused"

@@ -64,3 +64,28 @@ class Inline(nn.Module):
         for layer in self.layers:
             hidden = layer(hidden)
         return hidden
+
+
+class FusedBlock(nn.Module):
+    """Gate and up in one linear, cut in two by the reader: splitting it contiguously runs, and is wrong."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gate_up, self.down = nn.Linear(width, 4 * width), nn.Linear(2 * width, width)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        gate, up = self.gate_up(hidden).chunk(2, dim=-1)
+        return hidden + self.down(torch.sigmoid(gate) * up)
+
+
+class Fused(nn.Module):
+    """A chain of FusedBlocks."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(FusedBlock(width) for _ in range(2))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden

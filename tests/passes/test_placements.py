@@ -43,6 +43,7 @@ def test_layouts_that_cannot_be(layouts, what):
         ("no layouts", "no module has a layout"),
         ("uncovered", "has no layout"),
         ("narrow norm", "heads only"),
+        ("fused", "is off by"),
         ("untied", "placed differently"),
         ("vocab in a block", "inside a block"),
         ("embedding as row", "shards nn.Linear and nn.Embedding only"),

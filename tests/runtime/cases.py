@@ -81,8 +81,24 @@ def gpt2(num_layers: int, **config: Any) -> nn.Module:
     )
 
 
+def phi3(num_layers: int, **config: Any) -> nn.Module:
+    """Query, key and value in one linear, gate and up in another."""
+    from transformers import Phi3Config, Phi3ForCausalLM
+
+    torch.manual_seed(1)
+    return Phi3ForCausalLM(
+        Phi3Config(**{**SIZES, "num_key_value_heads": 4, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, **config})
+    )
+
+
+PHI3_LAYOUTS = (
+    *((name, style) for name, style in LLAMA_LAYOUTS if "gate" not in name and "up_proj" not in name and "self_attn" not in name),
+    *((f"model.layers.*.{name}", "column") for name in ("self_attn.qkv_proj", "mlp.gate_up_proj")),
+    ("model.layers.*.self_attn.o_proj", "row"),
+)
 LLAMA = {"chain": "model.layers", "ends": ("model.embed_tokens", "lm_head")}
 MODELS = {
+    "phi3": (phi3, {**LLAMA, "layouts": PHI3_LAYOUTS}),
     "qwen3": (qwen3, {**LLAMA, "layouts": (*LLAMA_LAYOUTS, *((f"model.layers.*.self_attn.{name}_norm", "replicate") for name in "qk"))}),
     "gemma2": (
         gemma2,

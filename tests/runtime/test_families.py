@@ -31,3 +31,9 @@ def test_family(pool, model, name):
             pool.run("tests.runtime.cases:parity", ranks=4, model=model, plan=PLANS[name])
         return
     check_errors(pool.run("tests.runtime.cases:parity", ranks=4, model=model, plan=PLANS[name]))
+
+
+@pytest.mark.parametrize("name", ["tp", "tp, sp", "pp, tp, sp"])
+def test_fused_projections_are_not_split_contiguously(pool, name):
+    with pytest.raises(AssertionError, match=r"InputError: passes.selfcheck: model.layers.\d does not run split over tp = 2"):
+        pool.run("tests.runtime.cases:parity", ranks=4, model="phi3", plan=PLANS[name])
