@@ -204,14 +204,16 @@ def _assemble(
 
 
 def _experts(blocks: tuple[Block, ...]) -> tuple[int, int]:
-    """(number of experts, experts per token) of the first grouped matmul: its rows are tokens x top_k."""
+    """(number of experts, experts per token): expert weights are read by matmuls of tokens x top_k rows in all experts together."""
     for block in blocks:
+        weights = {t.tensor_id: t.shape[0] for t in block.parameters if len(t.shape) == 3 and t.axes[0] == "experts"}
+        hidden = next((t for t in block.tensors if t.kind == "input" and "batch" in t.axes), None)
         for node in block.nodes:
-            if node.op == "grouped_gemm" and node.phase == "forward":
+            read = [weights[name] for name in node.inputs if name in weights]
+            if read and hidden is not None and node.op in ("gemm", "grouped_gemm"):
                 sizes = {loop.name: loop.size for loop in node.loops}
-                hidden = next(t for t in block.tensors if t.kind == "input" and "batch" in t.axes)
-                tokens = hidden.shape[0] * hidden.shape[1]
-                return sizes["groups"], max(1, sizes["m"] // tokens)
+                rows = sizes["m"] if node.op == "grouped_gemm" else sizes["m"] * sizes.get("batch", 1)
+                return read[0], max(1, rows // (hidden.shape[0] * hidden.shape[1]))
     return 0, 0
 
 

@@ -132,6 +132,7 @@ class BlockWriter:
             if found or not styles.get(module):
                 styles.setdefault(module, {})[leaf] = found
         result: dict[str, str] = {}
+        styles.pop("", None)
         for module, leaves in styles.items():
             known = {leaf: style for leaf, style in leaves.items() if style}
             if len(set(known.values())) > 1:
@@ -146,7 +147,9 @@ class BlockWriter:
         for index, matmul in self._axes.matmuls.items():
             if matmul.weight == value.storage and self._trace.records[index].phase == "forward":
                 columns, rows = self._roles.axis(matmul.n), self._roles.axis(matmul.k)
-                return "vocab" if "vocab" in (columns, rows) else "column" if columns else "row" if rows else "replicate"
+                if "vocab" in (columns, rows):
+                    return "vocab"
+                return "column" if columns in TENSOR_PARALLEL_AXES else "row" if rows in TENSOR_PARALLEL_AXES else "replicate"
         if any(weight.storage == value.storage for weight, _ in self._axes.tables):
             axes = [self._roles.axis(dim) for dim in self._axes.dims(value)]
             return "vocab" if axes[0] == "vocab" else "column" if axes[1] else "replicate"

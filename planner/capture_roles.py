@@ -76,11 +76,13 @@ class Roles:
         made = self._with_pieces(matmul.n for matmul in self._weighted)
         used = self._set(matmul.k for matmul in self._weighted)
         candidates = (made & used) - whole
+        columns = {leaf for matmul in self._weighted for leaf in self._major(matmul.n, candidates, whole)}
+        rows = {leaf for matmul in self._weighted for leaf in self._major(matmul.k, candidates, whole)}
         stake: Counter[int] = Counter()
         for matmul in self._weighted:
             size = prod(map(self._axes.atoms.size, [*leaves(matmul.n), *leaves(matmul.k), *leaves(matmul.groups)]))
             for dim in (matmul.n, matmul.k):
-                stake.update(dict.fromkeys(self._major(dim, candidates, whole), size))
+                stake.update(dict.fromkeys(columns.intersection(rows, self._major(dim, candidates, whole)), size))
         lead = set(stake)
         for leaf, _ in sorted(stake.items(), key=lambda item: (-item[1], item[0])):
             for matmul in self._weighted:

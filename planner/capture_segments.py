@@ -66,6 +66,7 @@ class _Segment:
         self._orphans, self._counted = orphans, counted
         self.kept: list[int] = []
         self._inputs: list[str] = []
+        self._anywhere = {v.storage for record in self._trace.records if not record.view for v in record.outputs}
         self._made = {v.storage for i in members if not self._trace.records[i].view for v in self._trace.records[i].outputs if self._own(i)}
 
     def _own(self, index: int) -> bool:
@@ -131,6 +132,9 @@ class _Segment:
                 self._writer.tensor(value, buffer, "buffer")
                 continue
             given = next((name for name, known in self._trace.inputs.items() if known.storage == value.storage), None)
+            if given is None and value.storage not in self._anywhere:
+                self._writer.tensor(value, self._free("constant"), "buffer")
+                continue
             self._take(value, given or "hidden_states")
 
     def _take(self, value: Strided, name: str) -> None:
