@@ -21,7 +21,7 @@ REPORT_VERSION = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankReport:
-    """Peak bytes of one rank, as the estimate of its pipeline stage says and as measured."""
+    """Peak bytes of one rank's tensors, as the estimate of its pipeline stage says and as measured."""
 
     rank: int
     pipeline_index: int
@@ -133,4 +133,7 @@ def build_report(meter: Meter, losses: list[float]) -> Report:
 
 
 def _predicted(plan: Plan, pipeline_index: int) -> float:
-    return next(stage.peak_bytes for stage in plan.estimate.stages if stage.rank_index == pipeline_index)
+    """The stage's predicted peak of tensors: without what lies outside the allocator (context, communicators, reserve), which is not measured either."""
+    stage = next(stage for stage in plan.estimate.stages if stage.rank_index == pipeline_index)
+    outside_bytes = sum(line.amount for line in stage.classes if line.name in ("framework", "communicators"))
+    return stage.peak_bytes - outside_bytes
