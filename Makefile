@@ -1,4 +1,4 @@
-# make demo | test | test-all | bench: each sets up what it needs on a fresh machine (CPU is enough).
+# make demo | test | test-all | bench | readme: each sets up what it needs on a fresh machine (CPU is enough).
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
@@ -6,7 +6,7 @@ TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test test-all bench lint clean
+.PHONY: setup demo test test-all bench readme lint clean
 
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -33,6 +33,9 @@ demo: setup
 
 bench: setup
 	PATH="$(abspath $(BIN)):$$PATH" bash tests/bench/run.sh
+
+readme: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.e2e.readme
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info out

@@ -7,7 +7,7 @@ out=${1:-out/demo}
 mkdir -p "$out"
 
 say() { printf '\n== %s\n' "$*"; }
-plan70b() { autoplan plan llama3-70b '8xH100*8' --seq-len 8192 --global-batch 512 --time-limit 30 --engine "$1" -o "$out/llama3-70b-$1.json"; }
+plan70b() { autoplan plan llama3-70b '8xH100*8' --seq-len 8192 --global-batch 512 --time-limit 120 --engine "$1" -o "$out/llama3-70b-$1.json"; }
 
 say "Llama-3-70B on 8 hosts of 8 H100, sequences of 8192 tokens, 512 a step: the plan for Megatron-LM"
 plan70b megatron

@@ -110,6 +110,7 @@ def _change(plan: Plan) -> Iterator[str]:
     for lever in sorted(slower, key=lambda lever: lever.step_s)[:4]:
         saved = plan.estimate.peak_bytes - lever.peak_bytes
         memory = f"frees {format_bytes(saved)}" if saved > 0 else f"takes {format_bytes(-saved)} more"
+        memory = "the same memory" if abs(saved) < NEGLIGIBLE_FRAC * plan.estimate.peak_bytes else memory
         yield f"{lever.remark}: {_times(plan, lever)}, {memory}."
     if not plan.levers:
         yield "No one-step change was priced."

@@ -17,9 +17,9 @@ DATA_SUFFIXES = (".py", ".yaml", ".json", ".csv", ".typed")
 
 
 def shipped_files(root: Path) -> set[str]:
-    """Every file of the four packages that a user of the wheel needs."""
+    """Every file of the four packages that a user of the wheel needs: all but the pages for readers of the code."""
     files = (path for package in PACKAGES for path in (root / package).rglob("*") if path.is_file())
-    return {path.relative_to(root).as_posix() for path in files if "__pycache__" not in path.parts}
+    return {path.relative_to(root).as_posix() for path in files if "__pycache__" not in path.parts and path.name != "README.md"}
 
 
 @pytest.fixture(scope="module")
