@@ -57,7 +57,7 @@ def kept(output: list[str], pattern: str) -> list[str]:
             lines += ["..."] if left_out and lines else []
             lines += [line] if len(line) <= WIDTH else _folded(line)
             left_out = False
-    assert lines, f"nothing matches {pattern}"
+    assert lines, "\n".join([f"nothing matches {pattern}", *output])
     return lines if lines[-1] else lines[:-1]
 
 
