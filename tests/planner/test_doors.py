@@ -11,10 +11,14 @@ from collections import Counter
 import pytest
 import torch
 
-from costmodel.work import DTYPE_BYTES
+from costmodel.engine import engine
+from costmodel.work import DTYPE_BYTES, Collective
 from planner.capture import capture
 from planner.graph import TENSOR_PARALLEL_AXES, Graph
+from planner.job import Job
+from planner.lower import lower
 from planner.models import resolve, spec_graph
+from tests.planner.graphs import strategy
 
 transformers = pytest.importorskip("transformers")
 
@@ -136,3 +140,19 @@ def test_parameter_axes_are_equal(doors):
     one, two = parameter_axes(captured), parameter_axes(written)
     assert {name: axes for name, axes in one.items() if name in two} == {name: axes for name, axes in two.items() if name in one}
     assert len(one.keys() & two.keys()) >= len(two) - 2
+
+
+@pytest.mark.parametrize("plan", [strategy(tp=2, sequence_parallel=True), strategy(tp=4)], ids=["sequence_parallel", "tensor_parallel"])
+def test_tensor_parallel_traffic_agrees(doors, plan):
+    """Bytes of the collectives that the axes imply, all layers and both passes."""
+    job = Job(global_batch=BATCH, seq_len=SEQUENCE)
+    captured, written = (
+        sum(
+            count * item.full_bytes
+            for block, count in lower(graph, job, plan, engine("torch")).stages[0].blocks
+            for item in (*block.forward, *block.backward)
+            if isinstance(item, Collective) and item.axis == "tp"
+        )
+        for graph in doors
+    )
+    assert written == pytest.approx(captured, rel=0.02)
