@@ -59,6 +59,17 @@ def test_what_a_matmul_of_the_backward_reads_stays_saved():
     assert "y" in block.saved
 
 
+def test_a_factor_of_a_saved_tensor_joins_the_kernel_that_reads_it():
+    """3 x^2 waits for no gradient, but a kernel of its own would write it out and read it back."""
+    block = _rms_norm()
+    early = _node("cube", "wide", "factor", phase="backward")
+    nodes = [replace(node, inputs=(*node.inputs, "factor")) if node.node_id == "d3" else node for node in block.nodes]
+    first = next(index for index, node in enumerate(nodes) if node.phase == "backward")
+    nodes.insert(first, early)
+    fused = fuse(replace(block, nodes=tuple(nodes), tensors=(*block.tensors, _tensor("factor", dtype="fp32"))))
+    assert not any("factor" in (*node.inputs, *node.outputs) for node in fused.nodes)
+
+
 def test_saved_tensor_stays_when_its_sources_weigh_more():
     """The product of two wide tensors, reduced: keeping both factors would cost more than keeping the product."""
     nodes = (
