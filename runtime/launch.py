@@ -13,6 +13,7 @@ import logging
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -42,23 +43,42 @@ def run_local(plan_path: Path, target: str, *, steps: int = 20, seed: int = 0, r
     """Train on this machine, one process a rank, through torchrun. Returns the report, which is also written (report_path unless given).
 
     The ranks' output goes to this process's; with `quiet` all of it to stderr.
-    Raises InputError when the plan cannot run here, AutoplanError when a rank fails.
+    Raises InputError when the plan cannot run here or is not this model's, AutoplanError when a rank fails otherwise.
     """
     plan = codec.load_plan(plan_path)
     check_runnable(plan)
     _check_local(plan)
     report = report or report_path(plan_path)
     ranks = plan.strategy.mesh.num_devices
+    with tempfile.TemporaryDirectory(prefix="autoplan-run-") as folder:
+        failure = Path(folder) / "error.json"
+        returncode = _torchrun(ranks, [*_arguments(plan_path, target, steps, seed, report), "--error-file", str(failure)], quiet=quiet)
+        if failure.exists():
+            raise InputError(**codec.loads(codec.read_text(failure), str(failure)))
+    if returncode:
+        raise AutoplanError(f"a rank failed (exit code {returncode})", where="run", remedy="its error is printed above")
+    return codec.decode(codec.loads(codec.read_text(report), str(report)), Report, str(report))
+
+
+def _arguments(plan_path: Path, target: str, steps: int, seed: int, report: Path) -> list[str]:
+    return [str(plan_path), target, "--steps", str(steps), "--seed", str(seed), "--report", str(report)]
+
+
+def _torchrun(ranks: int, arguments: list[str], *, quiet: bool) -> int:
     command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", "runtime.launch"),
-        *(str(plan_path), target, "--steps", str(steps), "--seed", str(seed), "--report", str(report)),
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(ranks),
+        "-m",
+        "runtime.launch",
+        *arguments,
     ]
     threads = max(1, (os.cpu_count() or 1) // ranks)
     environment = {"OMP_NUM_THREADS": str(threads), **os.environ, "PYTHONPATH": os.pathsep.join(path or "." for path in sys.path)}
-    finished = subprocess.run(command, env=environment, stdout=sys.stderr if quiet else None, check=False)
-    if finished.returncode:
-        raise AutoplanError(f"a rank failed (exit code {finished.returncode})", where="run", remedy="its error is printed above")
-    return codec.decode(codec.loads(codec.read_text(report), str(report)), Report, str(report))
+    return subprocess.run(command, env=environment, stdout=sys.stderr if quiet else None, check=False).returncode
 
 
 def train(plan: Plan, target_name: str, *, steps: int, seed: int, local_rank: int) -> Report:
@@ -87,6 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=_positive, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--report", type=Path, help="default: the plan's name with .measured.json")
+    parser.add_argument("--error-file", type=Path, help="where to leave what, where and remedy of a failure")
     parser.add_argument("--verbose", action="store_true", help="log what each pass did")
     options = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING, format="%(name)s: %(message)s")
@@ -99,6 +120,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         report = _run_rank(plan, options, local_rank)
     except AutoplanError as error:
         print(f"rank {rank}: {error}", file=sys.stderr, flush=True)
+        if options.error_file:
+            codec.write_atomic(options.error_file, codec.dumps({"what": error.what, "where": error.where, "remedy": error.remedy}))
         return error.exit_code
     if rank == 0:
         codec.write_atomic(options.report or report_path(options.plan), codec.dumps(codec.encode(report, Report)))

@@ -40,6 +40,13 @@ def test_refused_before_anything_starts(tmp_path):
         run_local(path, "examples.gpt:build_model")
 
 
+def test_what_ranks_refuse_comes_back_typed(tmp_path):
+    path = write(make_plan(num_layers=7, mesh={"dp_replicate": 2}), tmp_path / "plan.json")
+    with pytest.raises(InputError, match=r"names 3 blocks that GPT does not have, first 'blocks.4'") as caught:
+        run_local(path, "examples.gpt:build_model", quiet=True)
+    assert caught.value.remedy
+
+
 @pytest.mark.parametrize("name", ["examples.gpt", "no.such:thing", "examples.gpt:nothing", ":build_model"])
 def test_bad_targets(name):
     with pytest.raises(InputError) as caught:
