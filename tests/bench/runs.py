@@ -1,177 +1,200 @@
-"""Measured runs (one JSON object a line) -> what `planner.estimate` takes. The shared schema is documented in docs/accuracy.md.
+"""Measured runs (one JSON object a line) -> what the planner prices. The shared schema is documented in docs/accuracy.md.
 
-Nothing here knows a source, a model or a GPU by name: shapes come from the row's dimensions, the engine from what its software text contains
-(`ENGINE_WORDS`, data), the device from the cluster catalogue.
+Nothing here knows a source, a model or a GPU by name: shapes come from the row's dimensions (tests.bench.shapes), the runtime from what its software text
+contains (tests.bench.stacks), the machine from the catalogue (tests.bench.machines).
 """
 
 from __future__ import annotations
 
+import csv
 import gzip
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from costmodel.engine import Engine
 from costmodel.errors import AutoplanError, InputError
 from costmodel.hardware import Cluster
 from costmodel.mesh import Mesh
 from planner.job import Job
-from planner.strategy import Strategy
+from planner.strategy import SCHEDULES, Strategy
+from tests.bench.machines import Machines
+from tests.bench.shapes import config_of
+from tests.bench.stacks import Stack, engine_of, stack_of
 
-# (words that appear in `software` or `plan.extra.engine`, engine). First match wins; without one, FSDP rows are "torchtitan" and the rest "megatron".
-ENGINE_WORDS: tuple[tuple[str, str], ...] = (
-    ("torchtitan", "torchtitan"),
-    ("nanotron", "megatron"),
-    ("megatron", "megatron"),
-    ("nemo", "megatron"),
-)
+Row = Mapping[str, Any]
 
-# Words of a run's schedule text -> ours; schedules the estimator does not have are refused, not approximated.
+# Words of a run's schedule text (lower case, without blanks, - and _) -> ours; the first that occurs wins. ZB-1p and ZB-2p are the automatic schedules under
+# the memory of H1 and H2.
 SCHEDULE_WORDS: tuple[tuple[str, str], ...] = (
-    ("interleaved", "interleaved_1f1b"),
-    ("1f1b-i", "interleaved_1f1b"),
-    ("1f1b", "1f1b"),
-    ("gpipe", "gpipe"),
-)
+    ("dualpipe", "dualpipev"), ("vhalf", "v_half"), ("vmin", "v_min"), ("zbv", "zbv"), ("zbh1", "zb_h1"), ("zb1p", "zb_h1"),
+    ("zbh2", "zb_h2"), ("zb2p", "zb_h2"), ("interleavedzb", "interleaved_zb"), ("breadth", "breadth_first"), ("bfs", "breadth_first"),
+    ("interleav", "interleaved_1f1b"), ("1f1bi", "interleaved_1f1b"), ("vpp", "interleaved_1f1b"), ("1f1b", "1f1b"), ("gpipe", "gpipe"),
+    ("afab", "gpipe"),
+)  # fmt: skip
+# Published adapters: rank and the attention projections, where a row says "lora" and no more.
+LORA_RANK, LORA_TARGETS = 8, ("q_proj", "k_proj", "v_proj", "c_attn")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """One measured run as the planner's inputs. `config` is a Hugging Face style configuration."""
+    """One measured run as the planner's inputs. `config` is a Hugging Face style configuration; `lora`: only adapters train."""
 
     run_id: str
     source: str
     config: dict[str, Any]
+    lora: bool
     cluster: Cluster
     job: Job
     strategy: Strategy
-    engine: str
+    engine: Engine
 
 
 def read_rows(paths: list[str]) -> Iterator[dict[str, Any]]:
-    """Rows of .jsonl or .jsonl.gz files."""
+    """Rows of .jsonl and .csv files, plain or .gz."""
     for path in paths:
         with gzip.open(path, "rt", encoding="utf-8") if path.endswith(".gz") else Path(path).open(encoding="utf-8") as lines:
-            for line in lines:
-                if line.strip():
-                    yield json.loads(line)
+            if path.removesuffix(".gz").endswith(".csv"):
+                yield from csv.DictReader(lines)
+            else:
+                yield from (json.loads(line) for line in lines if line.strip())
 
 
-def problem(row: dict[str, Any]) -> Problem:
+def problem(row: Row, machines: Machines) -> Problem:
     """The planner's inputs for one row. Raises AutoplanError with the reason when the row cannot be expressed."""
+    plan, stack, arguments = row["plan"], stack_of(row), (row.get("extra") or {}).get("model_args") or {}
+    tp, cp, pp = (plan.get(axis) or 1 for axis in ("tp", "cp", "pp"))
+    layers = row["model"]["layers"]
+    schedule, vpp = _schedule(plan, layers)
+    stage_layers = _cut(row, stack, pp * vpp)
+    if len(stage_layers) < pp * vpp:  # Ranks that hold no layer idle: the step is that of the ranks that do.
+        pp = len(stage_layers)
+        vpp = 1
+        schedule = "none" if pp == 1 else "1f1b" if schedule == "interleaved_1f1b" else schedule
+    dp = plan.get("dp") or max(1, row["cluster"]["gpus"] // (pp * tp * cp))
+    zero_stage = _zero_stage(plan) if dp * cp > 1 else 0
+    engine = engine_of(row, stack, zero_stage, schedule)
+    shard = dp if zero_stage else 1
+    replicate = plan.get("dp_replicate") or dp // shard
+    mesh = Mesh(pp=pp, dp_replicate=replicate, dp_shard=dp // replicate, cp=cp, tp=tp, ep=plan.get("ep") or 1)
+    strategy = Strategy(
+        mesh=mesh,
+        micro_batch=row["job"]["micro_batch"],
+        zero_stage=zero_stage,
+        sequence_parallel=tp > 1 and _said(plan.get("sequence_parallel"), stack.sequence_parallel),
+        schedule=schedule,
+        vpp=vpp,
+        stage_layers=stage_layers if pp > 1 else (),
+        recompute=_recompute(plan, engine),
+        cp_kind="all_to_all" if "a2a" in str(plan.get("cp_comm") or "").lower() else "ring",
+        flash_attention=cp > 1 or _said(plan.get("flash_attention"), arguments.get("attention-backend") != "unfused"),
+        compile=bool(plan.get("compile")),
+    )
     return Problem(
         run_id=row["id"],
         source=row["source"],
-        config=_config(row["model"]),
-        cluster=_cluster(row["cluster"]),
-        job=_job(row),
-        strategy=_strategy(row),
-        engine=_engine(row),
+        config=config_of(row["model"], arguments, tp),
+        lora="lora" in str(row["job"].get("peft") or "").lower(),
+        cluster=machines.cluster(row["cluster"], mesh.num_devices),
+        job=_job(row, dp),
+        strategy=strategy,
+        engine=engine,
     )
+
+
+def measured_step_s(row: Row) -> float | None:
+    """Seconds of the measured step: printed, else from tokens/s per device."""
+    measured, tokens = row["measured"], row["measured"].get("tokens_per_s_per_gpu")
+    if measured.get("step_time_s"):
+        return float(measured["step_time_s"])
+    return row["job"]["global_batch"] * row["model"]["seq_len"] / (tokens * row["cluster"]["gpus"]) if tokens else None
 
 
 def reason(error: AutoplanError) -> str:
     """A refusal's reason without its numbers, so that equal refusals count together."""
-    return "".join(char for char in error.what if not char.isdigit())[:100]
+    return re.sub(r"\d+", "N", error.what)[:100]
 
 
-def _engine(row: dict[str, Any]) -> str:
-    text = f"{row.get('software') or ''} {(row['plan'].get('extra') or {}).get('engine') or ''}".lower()
-    for word, name in ENGINE_WORDS:
-        if word in text:
-            return name
-    return "torchtitan" if row["plan"].get("fsdp") else "megatron"
+def _said(value: object, default: bool) -> bool:
+    return default if value is None else bool(value)
 
 
-def _cluster(cluster: dict[str, Any]) -> Cluster:
-    per_node = min(cluster["gpus_per_node"], cluster["gpus"])
-    return Cluster.parse(f"{per_node}x{cluster['gpu']}*{-(-cluster['gpus'] // per_node)}")
-
-
-def _job(row: dict[str, Any]) -> Job:
-    text = (row["job"].get("precision") or "bf16").lower()
+def _job(row: Row, dp: int) -> Job:
+    job = row["job"]
+    text = (job.get("precision") or "bf16").lower()
     precision = "fp8" if "fp8" in text else next((name for name in ("bf16", "fp16", "fp32") if name in text), "bf16")
-    return Job(global_batch=row["job"]["global_batch"], seq_len=row["model"]["seq_len"], precision=precision)
+    wanted = (job.get("optimizer") or "adamw").lower()
+    optimizer = "adamw_8bit" if "8bit" in wanted or "8-bit" in wanted else "sgd" if wanted.startswith("sgd") else "adamw"
+    batch, per_pass = job["global_batch"], job["micro_batch"] * dp
+    if batch % per_pass and job.get("grad_accum"):
+        batch = job["grad_accum"] * per_pass
+    return Job(global_batch=batch, seq_len=row["model"]["seq_len"], precision=precision, optimizer=optimizer)
 
 
-def _strategy(row: dict[str, Any]) -> Strategy:
-    plan = row["plan"]
-    pp, tp, cp = (plan.get(axis) or 1 for axis in ("pp", "tp", "cp"))
-    dp = plan.get("dp") or row["cluster"]["gpus"] // (pp * tp * cp)
-    zero = plan.get("zero_stage")
-    if zero is None:
-        zero = 3 if plan.get("fsdp") else 1
-    vpp = row["model"]["layers"] // pp if isinstance(plan.get("vpp"), str) else plan.get("vpp") or 1
-    schedule = _schedule(plan, pp, vpp)
-    recompute = plan.get("recompute") or "none"
-    shard = dp if zero else 1
-    return Strategy(
-        mesh=Mesh(pp=pp, dp_replicate=dp // shard, dp_shard=shard, cp=cp, tp=tp, ep=plan.get("ep") or 1),
-        micro_batch=row["job"]["micro_batch"],
-        zero_stage=zero if dp * cp > 1 else 0,
-        sequence_parallel=tp > 1 and plan.get("sequence_parallel") is not False,
-        schedule=schedule,
-        vpp=vpp if schedule == "interleaved_1f1b" else 1,
-        recompute=recompute if recompute in ("none", "selective", "full") else "full",
-        flash_attention=plan.get("flash_attention") is not False,
-        compile=bool(plan.get("compile")),
-    )
+def _zero_stage(plan: Row) -> int:
+    zero, fsdp = plan.get("zero_stage"), plan.get("fsdp")
+    if isinstance(fsdp, str) and "optim_grads_params" in fsdp:
+        return 3
+    if zero is not None:
+        return int(zero)
+    if fsdp:
+        return 2 if isinstance(fsdp, str) and "grad_op" in fsdp.lower() else 3
+    return 0 if plan.get("distributed_optimizer") is False else 1
 
 
-def _schedule(plan: dict[str, Any], pp: int, vpp: int) -> str:
+def _recompute(plan: Row, engine: Engine) -> str:
+    text = (plan.get("recompute") or "none").lower()
+    known = next((name for name in ("none", "selective", "full") if text.startswith(name)), "full")
+    return known if known in engine.recompute else "full"
+
+
+def _schedule(plan: Row, layers: int) -> tuple[str, int]:
+    """(schedule, chunks per rank). A text instead of a number of chunks means as many as there are layers for."""
+    pp, given = plan.get("pp") or 1, plan.get("vpp")
     if pp == 1:
-        return "none"
-    text = (plan.get("schedule") or "1f1b").lower()
-    for word, name in SCHEDULE_WORDS:
-        if word in text:
-            return "interleaved_1f1b" if vpp > 1 else name
-    raise InputError(
-        f"schedule {text!r} is not modelled", where="plan.schedule", remedy=f"known: {', '.join(w for w, _ in SCHEDULE_WORDS)}"
-    )
+        return "none", 1
+    vpp = -(-layers // pp) if isinstance(given, str) else int(given or 1)
+    text = re.sub(r"[\s_-]", "", (plan.get("schedule") or "1f1b").lower())
+    name = next((name for word, name in SCHEDULE_WORDS if word in text), None)
+    if name is None or name not in SCHEDULES:
+        known = ", ".join(SCHEDULES)
+        raise InputError(f"schedule {plan.get('schedule')!r} is not modelled", where="plan.schedule", remedy=f"known: {known}")
+    if name == "1f1b" and vpp > 1:
+        name = "interleaved_1f1b"
+    if name == "interleaved_1f1b" and vpp == 1:
+        name = "1f1b"
+    return name, vpp if name not in ("1f1b", "gpipe", "zb_h1", "zb_h2") else 1
 
 
-def _config(model: dict[str, Any]) -> dict[str, Any]:
-    hidden, heads, layers = model["hidden"], model["heads"], model["layers"]
-    vocab = model.get("vocab") or 50257
-    tied = model.get("tied_embeddings") is not False
-    moe, mla = model.get("moe"), model.get("mla")
-    common = {
-        "hidden_size": hidden, "intermediate_size": model["ffn_hidden"], "num_hidden_layers": layers, "num_attention_heads": heads,
-        "num_key_value_heads": model.get("kv_heads") or heads, "vocab_size": vocab, "tie_word_embeddings": tied,
-        "max_position_embeddings": model["seq_len"],
-    }  # fmt: skip
-    if mla:
-        return {**common, "model_type": "deepseek_v2", **mla, **_moe_deepseek(moe or {})}
-    if moe:
-        return {
-            **common, "model_type": "qwen3_moe", "num_experts": moe["experts"], "num_experts_per_tok": moe["top_k"],
-            "moe_intermediate_size": moe["moe_ffn_hidden"], "head_dim": model.get("head_dim") or hidden // heads,
-        }  # fmt: skip
-    if _is_gated(model):
-        return {**common, "model_type": "llama"}
-    return {
-        "model_type": "gpt2", "n_embd": hidden, "n_inner": model["ffn_hidden"], "n_layer": layers, "n_head": heads, "vocab_size": vocab,
-        "n_positions": model["seq_len"], "tie_word_embeddings": tied,
-    }  # fmt: skip
+def _cut(row: Row, stack: Stack, chunks: int) -> tuple[int, ...]:
+    """Layers of each chunk that holds any, as launchers cut: evenly, one fewer on the first and last where the row says so, or by running cost."""
+    model, layers = row["model"], row["model"]["layers"]
+    if stack.cut == "cost":
+        return _cost_cut(model, chunks)
+    lighter = "first and last" in (row.get("notes") or "") and "one layer fewer" in row["notes"]
+    base, extra = divmod(layers + 2 * lighter, chunks)
+    counts = [base + (index < extra) for index in range(chunks)]
+    if lighter and chunks > 1 and base > 1:
+        counts[0] -= 1
+        counts[-1] -= 1
+    elif lighter:
+        base, extra = divmod(layers, chunks)
+        counts = [base + (index < extra) for index in range(chunks)]
+    return tuple(count for count in counts if count)
 
 
-def _is_gated(model: dict[str, Any]) -> bool:
-    """Whether the feed-forward has a gate: by the parameter count when it is given, else by the 4 x hidden rule of ungated models."""
-    hidden, ffn, vocab = model["hidden"], model["ffn_hidden"], model.get("vocab") or 50257
-    if not model.get("params_b"):
-        return bool(ffn != 4 * hidden)
-    embeddings = vocab * hidden * (1 if model.get("tied_embeddings") is not False else 2)
-    attention = 2 * hidden * hidden * (1 + (model.get("kv_heads") or model["heads"]) / model["heads"])
-
-    def miss(matrices: int) -> float:
-        return float(abs(embeddings + model["layers"] * (attention + matrices * hidden * ffn) - model["params_b"] * 1e9))
-
-    return miss(3) < miss(2)
-
-
-def _moe_deepseek(moe: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "n_routed_experts": moe.get("experts"), "num_experts_per_tok": moe.get("top_k"), "moe_intermediate_size": moe.get("moe_ffn_hidden"),
-        "n_shared_experts": moe.get("shared_experts") or 0, "first_k_dense_replace": moe.get("dense_first_layers") or 0,
-    }  # fmt: skip
+def _cost_cut(model: Row, chunks: int) -> tuple[int, ...]:
+    """nanotron: blocks go to a rank until the running sum of costs passes the rank's share; a layer costs 4 hidden^2 + 3 ffn hidden, the head vocab hidden."""
+    layer = 4 * model["hidden"] ** 2 + 3 * model["ffn_hidden"] * model["hidden"]
+    head, layers = (model.get("vocab") or 0) * model["hidden"], model["layers"]
+    share, counts, total = (layers * layer + head) / chunks, [0] * chunks, 0.0
+    rank = 0
+    for _ in range(layers):
+        counts[rank] += 1
+        total += layer
+        if total > share * (rank + 1) and rank + 1 < chunks:
+            rank += 1
+    return tuple(count for count in counts if count)

@@ -1,0 +1,73 @@
+"""A row's `cluster` -> Cluster: the catalogue's device, with what the row's own words add (memory size, network rate). Parsed once per text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from costmodel.errors import InputError
+from costmodel.hardware import Cluster, NodePool
+
+GIGABIT_PER_S = 1e9 / 8
+# Line rate of one card or link by the generation that a text names, Gbit/s.
+LINK_GENERATIONS = {"omni-path": 100.0, "omnipath": 100.0, "edr": 100.0, "hdr": 200.0, "ndr": 400.0, "xdr": 800.0}
+_RATE = re.compile(r"(?:(\d+)\s*x\s*)?(\d+(?:\.\d+)?)\s*(gb/s|gbps|gbit/s|gbytes/s|tb/s)", re.IGNORECASE)
+
+
+class Machines:
+    """Clusters by the text of their row; one object a run."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, ...], Cluster] = {}
+
+    def cluster(self, row: Mapping[str, Any], devices: int) -> Cluster:
+        """`devices` devices of the row's kind on its hosts; the last host may be partly used. Raises InputError for a device nobody knows."""
+        per_node = max(1, min(row.get("gpus_per_node") or 8, devices))
+        key = (row["gpu"], per_node, devices, row.get("inter_bw"))
+        if key not in self._known:
+            nodes, rest = divmod(devices, per_node)
+            cluster = _parse(row["gpu"], per_node, max(1, nodes))
+            pool = _network(_memory(cluster.pool, row["gpu"]), row.get("inter_bw") or "", row.get("gpus_per_node") or 8)
+            spare = (replace(pool, num_nodes=1, devices_per_node=rest),) if rest else ()
+            self._known[key] = replace(cluster, pools=(pool, *spare))
+        return self._known[key]
+
+
+def _parse(gpu: str, per_node: int, nodes: int) -> Cluster:
+    """The cluster of the longest leading part of the device's name that the catalogue knows: H100-96GB-HBM2e is an H100 with its memory given."""
+    words = gpu.split("-")
+    for end in range(len(words), 0, -1):
+        try:
+            return Cluster.parse(f"{per_node}x{'-'.join(words[:end])}*{nodes}")
+        except InputError:
+            if end == 1:
+                raise
+    raise InputError(f"{gpu!r} names no device", where="cluster.gpu", remedy="give a device name")
+
+
+def _memory(pool: NodePool, gpu: str) -> NodePool:
+    """The pool with the memory that the device's name states, where the catalogue's device has another size (beyond what the driver withholds)."""
+    found = re.search(r"(\d+)\s*G(?:i)?B\b", gpu)
+    if not found or abs(float(found[1]) * 2**30 / pool.device.memory_bytes - 1) < 0.1:
+        return pool
+    return replace(pool, device=replace(pool.device, memory_bytes=float(found[1]) * 2**30))
+
+
+def _network(pool: NodePool, text: str, per_node: int) -> NodePool:
+    """The pool with the network rate that `text` states ("400 Gb/s per GPU", "1600 Gbps node-node", "4x Omni-Path per node"), else as it is."""
+    found, low = _RATE.search(text), text.lower()
+    if found:
+        unit = found[3].lower()
+        scale = 8.0 if found[3] in ("GB/s", "GBytes/s") else 1000.0 if unit.startswith("tb") else 1.0
+        rate = float(found[1] or 1) * float(found[2]) * scale
+    else:
+        named = next(((name, speed) for name, speed in LINK_GENERATIONS.items() if name in low), None)
+        if named is None:
+            return pool
+        count = re.search(r"(\d+)\s*x\s", low)
+        rate = named[1] * float(count[1] if count else 1)
+    shared = per_node if "node" in low and "per gpu" not in low else 1
+    link = replace(pool.network, bandwidth_bytes_per_s=rate * GIGABIT_PER_S / shared)
+    return replace(pool, network=link)

@@ -1,0 +1,50 @@
+"""Sources measure different bytes; like is compared with like.
+
+allocated    what PyTorch's allocator has handed out: tensors, without its reserve, the context and NCCL
+reserved     what it has taken from the device: tensors and reserve
+device       what the device reports as used (nvidia-smi): all
+Which rank: the largest, the first or the last pipeline stage.
+"""
+
+from __future__ import annotations
+
+import re
+
+from costmodel.engine import Engine
+from costmodel.estimate import Estimate, StageMemory
+
+GB_PER_GIB = 1e9 / 2**30
+
+
+def kind_of(text: str | None) -> tuple[str, str]:
+    """(class, rank) that a row's `peak_memory_kind` names. A source that logs both, or does not say, is taken as allocated and marked unstated."""
+    low = (text or "").lower()
+    which = "last" if "last rank" in low else "first" if re.search(r"rank 0\b|first rank", low) else "max"
+    if "smi" in low or "nvml" in low or "device memory" in low:
+        return "device", which
+    reserved, allocated = "reserved" in low, "alloc" in low
+    if reserved and not allocated:
+        return "reserved", which
+    return ("allocated" if allocated and not reserved else "unstated"), which
+
+
+def measured_gib(value: float, unit: str | None) -> float:
+    """GiB of a printed figure whose unit text may say that it is decimal."""
+    return value * GB_PER_GIB if re.search(r"1e9|10\^9|10\*\*9|decimal", (unit or "").lower()) else value
+
+
+def predicted_bytes(estimate: Estimate, engine: Engine, kind: tuple[str, str]) -> float:
+    """The estimate's peak of that class on that rank."""
+    name, which = kind
+    stages = {"last": estimate.stages[-1:], "first": estimate.stages[:1]}.get(which, estimate.stages)
+    return max(_bytes(stage, engine, name) for stage in stages)
+
+
+def _bytes(stage: StageMemory, engine: Engine, name: str) -> float:
+    if name == "device":
+        return stage.peak_bytes
+    classes = {line.name: line.amount for line in stage.classes}
+    outside = classes.get("communicators", 0.0) + min(engine.context_bytes, classes.get("framework", 0.0))
+    reserved = stage.peak_bytes - outside
+    tensors = reserved / (1.0 + engine.allocator_reserve_frac)
+    return reserved if name == "reserved" else tensors
