@@ -116,7 +116,7 @@ def _rank_memory(step: StepWork, engine: Engine, pool: NodePool, rank: int, orde
     held = _held(step, engine, blocks, rank, cpu)
     activations, live = peak_in_flight(order, {stage.stage_index: _saved(stage) for stage in stages})
     moment = max((point for stage in stages for point in _moments(stage, blocks, held, step, engine)), key=lambda point: point.total_bytes)
-    boundaries = sum(_boundary_bytes(stage, step, engine, live[stage.stage_index]) for stage in stages)
+    boundaries = sum(_boundary_bytes(stage, step, engine, live.full[stage.stage_index]) for stage in stages)
     states = 0.0 if step.offload_optimizer else held.states_bytes
     saved = max(0.0, activations + min(0.0, moment.workspace_bytes))
     workspace = max(0.0, moment.workspace_bytes)
@@ -131,7 +131,7 @@ def _rank_memory(step: StepWork, engine: Engine, pool: NodePool, rank: int, orde
         Line(name="parameters", amount=held.parameters_bytes, detail=f"stored in {step.parameter_dtype}"),
         Line(name="gradients", amount=moment.gradients_bytes, detail=f"{step.gradient_dtype}, ZeRO {step.zero_stage}"),
         Line(name="optimizer_state", amount=states, detail=step.optimizer),
-        Line(name="activations", amount=saved - logits, detail=f"{sum(live.values())} micro-batches in flight"),
+        Line(name="activations", amount=saved - logits, detail=f"{live.total} micro-batches in flight"),
         Line(name="recompute_workspace", amount=workspace, detail="transient of the worst block: recompute, gradients of activations"),
         Line(name="logits", amount=logits, detail="kept by the head for its backward"),
         Line(name="gather_buffers", amount=moment.gathered_bytes + held.copies_bytes + boundaries, detail="whole parameters, copies, stage boundaries"),
@@ -143,7 +143,7 @@ def _rank_memory(step: StepWork, engine: Engine, pool: NodePool, rank: int, orde
     return StageMemory(
         rank_index=rank, classes=classes, init_peak_bytes=resting, step_peak_bytes=sum(line.amount for line in classes),
         optimizer_peak_bytes=resting + (1.0 + reserve) * (_reduced_bytes(held, step, engine, blocks) + states + held.temporaries_bytes + receive),
-        in_flight=float(sum(live.values())),
+        in_flight=float(live.total),
     )  # fmt: skip
 
 

@@ -1,15 +1,23 @@
-"""Pipeline schedules as lists of actions per rank, and their simulator.
+"""Pipeline schedules: which exist, what they need, where their stages sit, and their actions in order on every rank.
 
-An action is (stage_index, kind, micro_batch): kind "F" or "B". Chunk c of rank r is stage c * pp + r (loop placement).
+| schedule         | stages      | bubble (equal stages)                     | micro-batches held, of a whole rank              |
+|------------------|-------------|-------------------------------------------|--------------------------------------------------|
+| gpipe            | 1           | (pp - 1)(F + B)                           | m                                                |
+| 1f1b             | 1           | (pp - 1)(F + B)                           | pp - rank                                        |
+| interleaved_1f1b | vpp, looped | (pp - 1)(F + B)/vpp                       | ((vpp - 1) pp + 2 (pp - 1 - rank) + 1)/vpp       |
+| breadth_first    | vpp, looped | (pp - 1)(F + B)/vpp                       | m                                                |
+| zb_h1            | vpp, looped | (pp - 1)(F + I - W)/vpp                   | pp (vpp 1), pp - rank of them before I           |
+| zb_h2            | 1           | (pp - 1)(F + I - 2 W), plus the stagger   | 2 pp - 1, 2 (pp - rank) - 1 of them before I     |
+| zbv              | 2, V        | 0 for F = I = W, plus the stagger         | pp                                               |
+| v_half           | 2, V        | about pp/2 (F + I + W) for F = I = W      | pp/2 + 1                                         |
+| v_min            | 2, V        | about 2 pp/3 (F + I + W) for F = I = W    | pp/3 + 4/3                                       |
+| dualpipev        | 2, V        | at most (pp - 1)(F + 2 B - 3 W)/2         | pp + 1/2                                         |
 
-- gpipe: all forwards, then all backwards. Bubble (pp - 1)/m of the ideal time, m micro-batches in flight.
-- 1f1b (PipeDream-flush, Narayanan et al. 2019): rank r runs min(m, pp - r) forwards first, then one backward, one forward in turn.
-  Same bubble, pp - r in flight.
-- interleaved_1f1b (Megatron-LM, Narayanan et al. 2021, arXiv 2104.04473): vpp chunks per rank, micro-batches in rounds of pp; (vpp - 1) pp + 2 (pp - 1 - r)
-  forwards first. Bubble (pp - 1)/(m vpp). Needs m to be a multiple of pp.
+F, I, W are the seconds of a whole rank, B = I + W. The bubble is what a rank idles between its own first and last action. Rank r starts when r forwards
+are done: schedules that also end in that order ("stagger") are free of bubbles only where the optimizer of one rank need not wait for the next.
 
-`simulate` runs the actions in order on every rank: F(s, i) waits for F(s - 1, i) and B(s, i) for B(s + 1, i), plus `p2p_s` when the two stages are on
-different ranks. `in_flight` walks one rank's list and needs no times.
+Sources: gpipe Huang et al. 2019 (arXiv 1811.06965); 1f1b and interleaved Narayanan et al. 2021 (2104.04473); breadth_first Lamy-Poirier 2022 (2211.05953);
+zb_h1, zb_h2, zbv Qi et al. 2023 (2401.10241); v_half, v_min Qi et al. 2024 (2405.15362); dualpipev DeepSeek-AI 2024 (2412.19437) and Sea AI Lab.
 """
 
 from __future__ import annotations
@@ -17,136 +25,117 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from costmodel.errors import InputError
+from costmodel.schedules.action import Action, Order, Orders
+from costmodel.schedules.building_block import SLOPES, repeated
+from costmodel.schedules.in_flight import InFlight, peak_in_flight
+from costmodel.schedules.looped import alternating, breadth_first, gpipe
+from costmodel.schedules.v_shaped import dual_pipe_v, zbv
 
-Action = tuple[int, str, int]
+__all__ = ["SCHEDULES", "Action", "InFlight", "Order", "Orders", "actions", "check", "fewest", "peak_in_flight", "rank_of_stage", "rules"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Timeline:
-    """finish_s and busy_s per rank; makespan_s is the last finish. Idle of a rank until the end is makespan_s - busy_s."""
+class Rules:
+    """What a schedule needs. chunks: model chunks per rank it runs, 0 for any number. v_shaped: stages go down the ranks and up again.
 
-    finish_s: tuple[float, ...]
-    busy_s: tuple[float, ...]
+    splits_backward: has I and W. in_rounds: with several chunks, micro-batches in multiples of pp. fills: at least one micro-batch a stage.
+    whole: keeps every micro-batch until the last forward, so that its lists have no repeating middle.
+    """
 
-    @property
-    def makespan_s(self) -> float:
-        """When the last rank is done."""
-        return max(self.finish_s)
-
-    @property
-    def idle_s(self) -> tuple[float, ...]:
-        """Per rank: seconds without an action before its own last action ends."""
-        return tuple(finish - busy for finish, busy in zip(self.finish_s, self.busy_s, strict=True))
+    name: str
+    chunks: int = 1
+    v_shaped: bool = False
+    splits_backward: bool = False
+    in_rounds: bool = False
+    fills: bool = False
+    whole: bool = False
 
 
-def actions(schedule: str, *, pp: int, vpp: int, num_micro_batches: int) -> tuple[tuple[Action, ...], ...]:
-    """The actions of every rank in execution order. Raises InputError for a schedule that cannot run with these numbers."""
-    check(schedule, pp=pp, vpp=vpp, num_micro_batches=num_micro_batches)
-    if schedule == "interleaved_1f1b":
-        return tuple(_interleaved(rank, pp, vpp, num_micro_batches) for rank in range(pp))
-    if schedule == "gpipe":
-        return tuple(_one_chunk(rank, num_micro_batches, num_micro_batches) for rank in range(pp))
-    return tuple(_one_chunk(rank, min(num_micro_batches, pp - rank), num_micro_batches) for rank in range(pp))
+SCHEDULES = (
+    Rules(name="none"),
+    Rules(name="gpipe", whole=True),
+    Rules(name="1f1b"),
+    Rules(name="interleaved_1f1b", chunks=0, in_rounds=True),
+    Rules(name="breadth_first", chunks=0, whole=True),
+    Rules(name="zb_h1", chunks=0, in_rounds=True, splits_backward=True),
+    Rules(name="zb_h2", splits_backward=True),
+    Rules(name="zbv", chunks=2, v_shaped=True, splits_backward=True),
+    Rules(name="v_half", chunks=2, v_shaped=True, splits_backward=True),
+    Rules(name="v_min", chunks=2, v_shaped=True, splits_backward=True),
+    Rules(name="dualpipev", chunks=2, v_shaped=True, splits_backward=True, fills=True),
+)
+
+
+def rules(schedule: str) -> Rules:
+    """The rules of `schedule`. Raises InputError for an unknown name."""
+    for candidate in SCHEDULES:
+        if candidate.name == schedule:
+            return candidate
+    known = ", ".join(candidate.name for candidate in SCHEDULES)
+    raise InputError(f"unknown schedule {schedule!r}", where="Strategy.schedule", remedy=f"use one of {known}")
 
 
 def check(schedule: str, *, pp: int, vpp: int, num_micro_batches: int) -> None:
     """Raise InputError when `schedule` cannot run with these numbers."""
-    if schedule not in ("none", "gpipe", "1f1b", "interleaved_1f1b"):
+    needs = rules(schedule)
+    if needs.chunks and vpp != needs.chunks:
+        remedy = f"use vpp {needs.chunks}" + ("" if needs.chunks > 1 else " or interleaved_1f1b")
+        text = "one chunk" if needs.chunks == 1 else f"{needs.chunks} chunks"
+        raise InputError(f"{schedule} runs {text} per rank, not vpp {vpp}", where="Strategy.vpp", remedy=remedy)
+    if min(vpp, num_micro_batches, pp) < 1:
         raise InputError(
-            f"unknown schedule {schedule!r}", where="Strategy.schedule", remedy="use one of none, gpipe, 1f1b, interleaved_1f1b"
+            f"pp {pp}, vpp {vpp}, {num_micro_batches} micro-batches", where="Strategy.schedule", remedy="give at least 1 of each"
         )
-    if schedule != "interleaved_1f1b" and vpp != 1:
-        raise InputError(f"{schedule} runs one chunk per rank, not vpp {vpp}", where="Strategy.vpp", remedy="use interleaved_1f1b or vpp 1")
-    if schedule == "interleaved_1f1b" and num_micro_batches % pp:
+    remedy = "change the micro-batch, the global batch or pp, or use 1f1b"
+    if needs.in_rounds and vpp > 1 and num_micro_batches % pp:
         raise InputError(
-            f"interleaved_1f1b needs micro-batches in multiples of pp: {num_micro_batches} is not a multiple of {pp}",
+            f"{schedule} needs micro-batches in multiples of pp: {num_micro_batches} is not a multiple of {pp}",
             where="Strategy.schedule",
-            remedy="change the micro-batch, the global batch or pp, or use 1f1b",
+            remedy=remedy,
+        )
+    if needs.fills and num_micro_batches < pp * vpp:
+        raise InputError(
+            f"{schedule} needs a micro-batch a stage: {num_micro_batches} are fewer than {pp * vpp}",
+            where="Strategy.schedule",
+            remedy=remedy,
         )
 
 
-def _one_chunk(rank: int, warmup: int, num_micro_batches: int) -> tuple[Action, ...]:
-    order: list[Action] = [(rank, "F", index) for index in range(warmup)]
-    for index in range(num_micro_batches):
-        order.append((rank, "B", index))
-        if warmup + index < num_micro_batches:
-            order.append((rank, "F", warmup + index))
-    return tuple(order)
+def rank_of_stage(schedule: str, *, pp: int, vpp: int) -> tuple[int, ...]:
+    """The pipeline rank of every stage: s modulo pp, or down and up again for V-shaped schedules."""
+    if rules(schedule).v_shaped:
+        return (*range(pp), *reversed(range(pp)))
+    return tuple(stage % pp for stage in range(pp * vpp))
 
 
-def _interleaved(rank: int, pp: int, vpp: int, num_micro_batches: int) -> tuple[Action, ...]:
-    total = num_micro_batches * vpp
-    warmup = min(total, (vpp - 1) * pp + 2 * (pp - 1 - rank))
-    order: list[Action] = []
-
-    def place(step: int, forward: bool) -> Action:
-        turn, within = divmod(step, pp * vpp)
-        chunk, offset = divmod(within, pp)
-        if forward:
-            return chunk * pp + rank, "F", turn * pp + offset
-        return (vpp - 1 - chunk) * pp + rank, "B", turn * pp + offset
-
-    order.extend(place(step, True) for step in range(warmup))
-    for step in range(total):
-        if warmup + step < total:
-            order.append(place(warmup + step, True))
-        order.append(place(step, False))
-    return tuple(order)
+def actions(schedule: str, *, pp: int, vpp: int, num_micro_batches: int) -> Orders:
+    """The actions of every rank in execution order. Raises InputError for a schedule that cannot run with these numbers."""
+    check(schedule, pp=pp, vpp=vpp, num_micro_batches=num_micro_batches)
+    if schedule in SLOPES:
+        return repeated(pp, num_micro_batches, SLOPES[schedule])
+    return tuple(_order(schedule, rank, pp, vpp, num_micro_batches) for rank in range(pp))
 
 
-def simulate(
-    orders: tuple[tuple[Action, ...], ...], *, forward_s: tuple[float, ...], backward_s: tuple[float, ...], p2p_s: float = 0.0
-) -> Timeline:
-    """Run `orders` with per-stage times. Raises ValueError when the order deadlocks (a bug of the schedule, not of the user)."""
-    pp, num_stages = len(orders), len(forward_s)
-    wait = 0.0 if pp == 1 else p2p_s
-    # done[2 (micro num_stages + stage)] is when F ends, the entry after it when B does; stage + 1 is two entries on.
-    width = 2 * num_stages
-    done: list[float] = [-1.0] * (width * (1 + max((micro for order in orders for _, _, micro in order), default=0)))
-    clock, busy, position = [0.0] * pp, [0.0] * pp, [0] * pp
-    pending = sum(map(len, orders))
-    last = num_stages - 1
-    while pending:
-        before = pending
-        for rank, order in enumerate(orders):
-            now, index, count = clock[rank], position[rank], len(order)
-            while index < count:
-                stage, kind, micro = order[index]
-                slot = micro * width + 2 * stage
-                if kind == "F":
-                    cost = forward_s[stage]
-                    ready = done[slot - 2] if stage else 0.0
-                    arrival = ready + wait if stage else 0.0
-                else:
-                    cost = backward_s[stage]
-                    slot += 1
-                    ready = done[slot - 1] if stage == last else done[slot + 2]
-                    arrival = ready if stage == last else ready + wait
-                if ready < 0.0:
-                    break
-                now = (now if now > arrival else arrival) + cost
-                done[slot] = now
-                index += 1
-            pending -= index - position[rank]
-            clock[rank], position[rank] = now, index
-        if pending == before:
-            raise ValueError(f"schedule deadlocks with {pending} actions left")
-    for rank, order in enumerate(orders):
-        busy[rank] = sum(forward_s[stage] if kind == "F" else backward_s[stage] for stage, kind, _ in order)
-    return Timeline(finish_s=tuple(clock), busy_s=tuple(busy))
+def _order(schedule: str, rank: int, pp: int, vpp: int, num_micro_batches: int) -> Order:
+    after = pp - 1 - rank
+    match schedule:
+        case "gpipe":
+            return gpipe(rank, num_micro_batches)
+        case "breadth_first":
+            return breadth_first(rank, pp, vpp, num_micro_batches)
+        case "interleaved_1f1b":
+            return alternating(rank, pp, vpp, num_micro_batches, lead=2 * after)
+        case "zb_h1":
+            return alternating(rank, pp, vpp, num_micro_batches, lead=after, lag=rank)
+        case "zb_h2":
+            return alternating(rank, pp, vpp, num_micro_batches, lead=2 * after, lag=2 * rank)
+        case "zbv":
+            return zbv(rank, pp, num_micro_batches)
+        case "dualpipev":
+            return dual_pipe_v(rank, pp, num_micro_batches)
+    return alternating(rank, pp, vpp, num_micro_batches, lead=after)
 
 
-def peak_in_flight(order: tuple[Action, ...], weights: dict[int, float]) -> tuple[float, dict[int, int]]:
-    """The largest sum of `weights[stage]` over micro-batches between F and B on one rank, and the count per stage at that moment."""
-    live = dict.fromkeys(weights, 0)
-    held, best, at_best = 0.0, -1.0, dict(live)
-    for stage, kind, _ in order:
-        if kind == "F":
-            live[stage] += 1
-            held += weights[stage]
-            if held > best:
-                best, at_best = held, dict(live)
-        else:
-            live[stage] -= 1
-            held -= weights[stage]
-    return max(best, 0.0), at_best
+def fewest(schedule: str, *, pp: int, num_micro_batches: int) -> int:
+    """The fewest micro-batches under which every rank's in-flight peak is that of `num_micro_batches`: later ones repeat the middle of the list."""
+    return num_micro_batches if rules(schedule).whole else min(num_micro_batches, 3 * pp)

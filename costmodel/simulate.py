@@ -21,6 +21,8 @@ from costmodel.memory import host_bytes, stage_memories, usable_bytes
 from costmodel.mesh import Group
 from costmodel.optimizers import optimizer, step_bytes_per_element
 from costmodel.profiles import links
+from costmodel.schedules.steady import run
+from costmodel.schedules.timeline import StageSeconds
 from costmodel.sharding import (
     Traffic,
     local_elements,
@@ -80,8 +82,9 @@ def estimate_step(step: StepWork, cluster: Cluster, engine: Engine) -> Estimate:
     machine = Machine.of(pool, mesh, engine.attention_kernel)
     priced: Priced = {}
     chunks = [_price_chunk(stage, step, engine, machine, priced) for stage in step.stages]
-    orders = schedules.actions(schedule, pp=mesh.pp, vpp=step.vpp, num_micro_batches=step.num_micro_batches)
-    rank = _critical_rank(step, engine, machine, chunks, orders)
+    rank = _critical_rank(step, engine, machine, chunks, schedule)
+    few = schedules.fewest(schedule, pp=mesh.pp, num_micro_batches=step.num_micro_batches)
+    orders = schedules.actions(schedule, pp=mesh.pp, vpp=step.vpp, num_micro_batches=few)
     memories = stage_memories(step, engine, pool, orders)
     return _assemble(step, cluster, engine, machine, chunks, rank, memories)
 
@@ -147,15 +150,16 @@ class _Rank:
     optimizer_s: float
 
 
-def _critical_rank(
-    step: StepWork, engine: Engine, machine: Machine, chunks: list[PricedStage], orders: tuple[tuple[schedules.Action, ...], ...]
-) -> _Rank:
-    forward = tuple(chunk.forward_s for chunk in chunks)
+def _critical_rank(step: StepWork, engine: Engine, machine: Machine, chunks: list[PricedStage], schedule: str) -> _Rank:
     backward = tuple(chunk.backward_s for chunk in chunks)
-    ideal = schedules.simulate(orders, forward_s=forward, backward_s=backward)
+    seconds = StageSeconds(
+        forward_s=tuple(chunk.forward_s for chunk in chunks), backward_s=backward, input_s=backward, weight_s=(0.0,) * len(chunks)
+    )
+    numbers = {"pp": step.mesh.pp, "vpp": step.vpp, "num_micro_batches": step.num_micro_batches}
+    ideal = run(schedule, seconds, **numbers)
     boundary = max(stage.boundary_bytes for stage in step.stages)
     p2p_s = machine.collective_s("p2p", boundary, "pp")
-    actual = schedules.simulate(orders, forward_s=forward, backward_s=backward, p2p_s=p2p_s) if p2p_s else ideal
+    actual = run(schedule, seconds, **numbers, p2p_s=p2p_s) if p2p_s else ideal
     ranks = []
     for index in range(step.mesh.pp):
         mine = [chunk for chunk, stage in zip(chunks, step.stages, strict=True) if stage.rank_index == index]

@@ -11,7 +11,7 @@ from costmodel.blocks import Machine, price_block
 from costmodel.estimate import Estimate, StageMemory
 from costmodel.memory import stage_memories, usable_bytes
 from costmodel.mesh import Mesh
-from costmodel.schedule import Action, actions, peak_in_flight
+from costmodel.schedule import Orders, actions, fewest, peak_in_flight
 from costmodel.simulate import COMPILED_LAUNCH_FRAC
 from costmodel.work import BlockWork, StepWork
 from planner.bounds import chunk_bound_s, ideal_s, split_bound_s, states_bytes
@@ -23,8 +23,6 @@ from planner.search import Need
 from planner.space import Branch
 from planner.strategy import Strategy
 from planner.validity import validate
-
-Orders = tuple[tuple[Action, ...], ...]
 
 STATES = "parameters, gradients and optimizer states alone do not fit"
 SAVED = "parameters, gradients, optimizer states and saved activations alone do not fit"
@@ -124,7 +122,7 @@ class GraphPricer:
 
     def _first_actions(self, step: StepWork) -> Orders:
         schedule, pp = step.schedule if step.mesh.pp > 1 else "none", step.mesh.pp
-        enough = step.num_micro_batches if schedule == "gpipe" else min(step.num_micro_batches, 2 * pp)
+        enough = fewest(schedule, pp=pp, num_micro_batches=step.num_micro_batches)
         key = (schedule, pp, step.vpp, enough)
         if key not in self._orders:
             self._orders[key] = actions(schedule, pp=pp, vpp=step.vpp, num_micro_batches=enough)
