@@ -16,7 +16,7 @@ from planner.plan import Alternative
 from planner.pricer import GraphPricer
 from planner.problem import Problem
 from planner.restrict import Restrictions
-from planner.search import Limits, Priced, search
+from planner.search import Priced, first_that_fits
 from planner.space import divisors
 from planner.strategy import Strategy
 
@@ -118,12 +118,8 @@ def _changes(problem: Problem, restrictions: Restrictions) -> Iterator[tuple[str
 
 
 def any_that_fits(problem: Problem, restrictions: Restrictions) -> Priced | None:
-    """The first strategy found that fits, searching from the smallest peak; None when none does."""
-    pricer = GraphPricer(problem)
-    result = search(
-        problem.space(restrictions).branches(), pricer, limits=Limits(keep=1), by_memory=True, enough=lambda priced: priced.estimate.fits
-    )
-    return next((priced for priced in result.best if priced.estimate.fits), None)
+    """Some strategy of the problem that fits; None when none does."""
+    return first_that_fits(problem.space(restrictions).branches(), GraphPricer(problem))
 
 
 def fewest_nodes(problem: Problem, restrictions: Restrictions) -> Remedy | None:

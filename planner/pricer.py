@@ -69,21 +69,21 @@ class GraphPricer:
         """chunk_bound_s of the lowered chunks."""
         return self._lowered(strategy).least_s
 
-    def least_bytes(self, strategy: Strategy) -> Need:
+    def least_bytes(self, strategy: Strategy, limit_bytes: float) -> Need:
         """The peak under the first few micro-batches; later ones repeat them.
 
-        What cannot fit is found as early as possible: by its states, with what the first rank (most micro-batches in flight) saves, on that rank, on all.
+        What exceeds the limit is found as early as possible: by its states, by what the first rank (most micro-batches in flight) saves, there, anywhere.
         """
         states = self.least_states_bytes(strategy.mesh, strategy.zero_stage)
-        if states.peak_bytes > self.usable_bytes:
+        if states.peak_bytes > limit_bytes:
             return states
         lowered = self._lowered(strategy)
-        if states.peak_bytes + lowered.saved_bytes > self.usable_bytes:
+        if states.peak_bytes + lowered.saved_bytes > limit_bytes:
             return Need(peak_bytes=states.peak_bytes + lowered.saved_bytes, reason=SAVED)
         step = replace(lowered.step, mesh=strategy.mesh, zero_stage=strategy.zero_stage)
         orders = self._first_actions(step)
         fullest = self._fullest(step, orders[:1])
-        if len(orders) > 1 and fullest.peak_bytes <= self.usable_bytes:
+        if len(orders) > 1 and fullest.peak_bytes <= limit_bytes:
             fullest = self._fullest(step, orders)
         largest = max(fullest.classes, key=lambda line: line.amount).name.replace("_", " ")
         return Need(peak_bytes=fullest.peak_bytes, reason=f"the peak does not fit, {largest} most of it")

@@ -59,8 +59,8 @@ class Pricer(Protocol):
     def least_s(self, strategy: Strategy) -> float:
         """A bound for one strategy."""
 
-    def least_bytes(self, strategy: Strategy) -> Need:
-        """A bound for one strategy."""
+    def least_bytes(self, strategy: Strategy, limit_bytes: float) -> Need:
+        """A bound for one strategy; once above the limit it need not be any tighter."""
 
     def estimate(self, strategy: Strategy) -> Estimate:
         """The full estimate."""
@@ -157,6 +157,11 @@ class _Search:
     def fits(self, peak_bytes: float) -> bool:
         return self.by_memory or peak_bytes <= self.pricer.usable_bytes
 
+    def least_bytes(self, strategy: Strategy) -> Need:
+        """What matters of the need: beyond the device, or by memory beyond the best so far, it need not be exact."""
+        best_bytes = self.found[0][0] if self.found else float("inf")
+        return self.pricer.least_bytes(strategy, best_bytes if self.by_memory else self.pricer.usable_bytes)
+
     def reject(self, what: str, reason: str, count: int) -> None:
         self.num_rejected += count
         self.rejections.add(Rejected(what=what, reason=reason, count=count))
@@ -180,32 +185,47 @@ class _Search:
                 self.reject(what, need.reason, branch.options.count)
 
     def expand(self, branch: Branch, key: float) -> None:
-        """Push every chain under the bound of its first member; by memory, where the ends of a chain are its extremes, under each end's."""
+        """Push every chain under the bound of its first member."""
         for chain in branch.chains():
             need = self.pricer.least_states_bytes(branch.mesh, chain.base.zero_stage)
+            if self.by_memory:
+                self.expand_ends(chain, max(key, need.peak_bytes))
+                continue
             if not self.fits(need.peak_bytes):
                 self.reject(f"{describe(chain.member(0))}: at least {format_bytes(need.peak_bytes)}", need.reason, chain.count)
                 continue
-            ends = (chain.part(0, 1), chain.part(chain.count - 1)) if self.by_memory and chain.count > 1 else (chain,)
-            for part in ends:
-                strategy = part.member(0)
-                try:
-                    least = self.pricer.least_s(strategy)
-                    least = self.pricer.least_bytes(strategy).peak_bytes if self.by_memory else least
-                except InputError as error:
-                    self.refuse(strategy, error, part.count)
-                    continue
-                self.push(max(key, least), _Open(chain=part, cut=self.by_memory))
+            try:
+                least_s = self.pricer.least_s(chain.member(0))
+            except InputError as error:
+                self.refuse(chain.member(0), error, chain.count)
+                continue
+            self.push(max(key, least_s), _Open(chain=chain))
+
+    def expand_ends(self, chain: Chain, key: float) -> None:
+        """By memory the ends of a chain are its extremes. What could be the best so far is priced at once, which sharpens every later look."""
+        if self.found and key > self.found[0][0]:
+            self.push(key, _Open(chain=chain, cut=True))
+            return
+        for part in (chain.part(0, 1), chain.part(chain.count - 1)) if chain.count > 1 else (chain,):
+            try:
+                least = max(key, self.least_bytes(part.member(0)).peak_bytes)
+            except InputError as error:
+                self.refuse(part.member(0), error, part.count)
+                continue
+            if self.found and least >= self.found[0][0]:
+                self.push(least, _Open(chain=part, cut=True))
+            else:
+                self.price(part, least)
 
     def cut(self, chain: Chain, key: float) -> None:
         """Drop the members that cannot fit: the first is asked, then the last, the rest is bisected."""
-        need = self.pricer.least_bytes(chain.member(0))
+        need = self.least_bytes(chain.member(0))
         if self.fits(need.peak_bytes):
             self.price(chain, key)
             return
         first = chain.count
         if chain.count > 1:
-            need = self.pricer.least_bytes(chain.member(-1))
+            need = self.least_bytes(chain.member(-1))
             first = self.first_fit(chain) if self.fits(need.peak_bytes) else chain.count
         if first == chain.count:
             self.reject(f"{describe(chain.member(-1))}: at least {format_bytes(need.peak_bytes)}", need.reason, first)
@@ -218,7 +238,7 @@ class _Search:
         low, high = 1, chain.count - 1
         while low < high:
             middle = (low + high) // 2
-            if self.fits(self.pricer.least_bytes(chain.member(middle)).peak_bytes):
+            if self.fits(self.least_bytes(chain.member(middle)).peak_bytes):
                 high = middle
             else:
                 low = middle + 1
@@ -274,12 +294,11 @@ def search(
     *,
     limits: Limits | None = None,
     by_memory: bool = False,
-    enough: Callable[[Priced], bool] | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Result:
     """The fastest strategies that fit (or, `by_memory`, the smallest ones), with a proof when one was found.
 
-    `enough` ends the search as soon as a priced strategy satisfies it (status "found"). KeyboardInterrupt ends it with what is known.
+    KeyboardInterrupt ends it with what is known.
     """
     limits = limits or Limits()
     state = _Search(pricer, limits, by_memory)
@@ -297,9 +316,6 @@ def search(
                 continue
             if progress is not None:
                 progress(state.progress())
-            if enough is not None and state.found and enough(state.found[0][2]):
-                status = "found"
-                break
     except KeyboardInterrupt:
         status = "interrupted"
     return _result(state, status)
@@ -339,6 +355,31 @@ def _proof(state: _Search, best: Priced, bound: float, status: str) -> Proof:
         num_candidates=state.num_candidates,
         num_evaluated=state.num_evaluated,
     )
+
+
+def first_that_fits(branches: Iterable[Branch | Rejected], pricer: Pricer) -> Priced | None:
+    """Some strategy that fits, looked for from the smallest states on and at the ends of every chain, where the peaks are smallest; None when none does."""
+    limit = pricer.usable_bytes
+    needs = [
+        (pricer.least_states_bytes(item.mesh, max(item.options.zero_stages)).peak_bytes, item)
+        for item in branches
+        if isinstance(item, Branch)
+    ]
+    for least, branch in sorted(needs, key=lambda item: item[0]):
+        if least > limit:
+            return None
+        for chain in branch.chains():
+            for index in dict.fromkeys((chain.count - 1, 0)):
+                strategy = chain.member(index)
+                try:
+                    if pricer.least_bytes(strategy, limit).peak_bytes > limit:
+                        continue
+                    priced = Priced(strategy=strategy, estimate=pricer.estimate(strategy))
+                except InputError:
+                    continue
+                if priced.estimate.peak_bytes <= limit:
+                    return priced
+    return None
 
 
 def exhaustive(branches: Iterable[Branch | Rejected], pricer: Pricer) -> Iterator[Priced]:

@@ -117,7 +117,7 @@ class FakePricer:
     def least_s(self, strategy: Strategy) -> float:
         return self.slack * self.formula(strategy)[0]
 
-    def least_bytes(self, strategy: Strategy) -> Need:
+    def least_bytes(self, strategy: Strategy, limit_bytes: float) -> Need:
         return Need(peak_bytes=self.slack * self.formula(strategy)[1])
 
     def estimate(self, strategy: Strategy) -> Estimate:

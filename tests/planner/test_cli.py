@@ -271,3 +271,10 @@ def test_a_plan_of_another_model_explains_itself(run, tmp_path):
     path = tmp_path / "plan.json"
     save_plan(replace(samples.plan(), model="other"), path)
     assert run("explain", str(path))[0] == 0
+
+
+def test_export_offers_every_target():
+    from planner.cli_tools import EXPORT_TARGETS
+    from planner.export import TARGETS
+
+    assert EXPORT_TARGETS == TARGETS

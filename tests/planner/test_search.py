@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from planner.search import Limits, exhaustive, search
+from planner.search import Limits, exhaustive, first_that_fits, search
 from planner.space import Branch
 from tests.planner.samples import GIB, FakePricer, space
 
@@ -133,9 +133,10 @@ def test_two_runs_give_the_same_answer():
     assert len(answers) == 1
 
 
-def test_enough_stops_at_the_first_that_satisfies():
+@pytest.mark.parametrize("usable_gib", [100.0, 16.0, 6.0, 3.0, 0.1])
+def test_first_that_fits_exists_exactly_when_something_fits(usable_gib):
     spanned = space()
-    pricer = FakePricer(space=spanned)
-    result = search(spanned.branches(), pricer, by_memory=True, enough=lambda priced: priced.estimate.peak_bytes < pricer.usable_bytes)
-    assert result.status == "found"
-    assert result.num_evaluated == 1
+    pricer = FakePricer(space=spanned, usable_bytes=usable_gib * GIB)
+    found = first_that_fits(spanned.branches(), pricer)
+    assert (found is not None) == any(peak <= pricer.usable_bytes for _, peak in oracle(spanned, pricer))
+    assert found is None or found.estimate.peak_bytes <= pricer.usable_bytes
