@@ -148,7 +148,13 @@ def _share(batch: Batch, plan: Plan, place: Place) -> Batch:
 
 
 def _check_local(plan: Plan) -> None:
-    ranks = plan.strategy.mesh.num_devices
+    ranks, device = plan.strategy.mesh.num_devices, plan.cluster.pool.device
+    if device.kind != "cpu" and not torch.cuda.is_available():
+        raise InputError(
+            f"the plan is for {ranks} x {device.device_id}, this machine has no GPU",
+            where="run",
+            remedy="plan for local, or export the plan and start it where the GPUs are",
+        )
     if torch.cuda.is_available() and ranks > torch.cuda.device_count():
         raise InputError(
             f"the plan needs {ranks} GPUs, this machine has {torch.cuda.device_count()}",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from costmodel.errors import InputError
+from costmodel.hardware import Cluster
 from planner import codec
 from runtime.launch import main, run_local
 from runtime.target import load_target
@@ -38,6 +40,13 @@ def test_refused_before_anything_starts(tmp_path):
     path = write(make_plan(mesh={"cp": 2}), tmp_path / "plan.json")
     with pytest.raises(InputError, match="context parallel"):
         run_local(path, "examples.gpt:build_model")
+
+
+def test_a_plan_for_gpus_starts_no_cpu_ranks(tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    plan = replace(make_plan(mesh={"dp_replicate": 2}), cluster=Cluster.parse("2xH100"))
+    with pytest.raises(InputError, match="this machine has no GPU"):
+        run_local(write(plan, tmp_path / "plan.json"), "examples.gpt:build_model")
 
 
 def test_what_ranks_refuse_comes_back_typed(tmp_path):
