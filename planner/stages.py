@@ -1,7 +1,8 @@
 """Stages: the layer sequence cut into pp x vpp chunks, chunk s on pipeline rank s mod pp (looped placement, as interleaved schedules need).
 
 Only places between layers of role "layer" are cut: what comes before the first one (embedding) stays with the first chunk, what comes
-after the last (head) with the last, an embedding in between (decoder side) with the layer that follows.
+after the last (head) with the last, an embedding in between (decoder side) with the layer that follows. `Strategy.stage_layers` may give the first and
+the last chunk no layer at all: the one then holds the embedding alone, the other the head.
 
 Without `Strategy.stage_layers` the cut minimises, over all cuts, first the work of the heaviest chunk and then the sum of squares of the
 chunks' work; the work of a layer is its matmul and attention flops, forward and backward. Among equals fewer layers come first, since
@@ -23,7 +24,7 @@ from planner.strategy import Strategy
 def split(graph: Graph, strategy: Strategy, engine: Engine) -> tuple[Stage, ...]:
     """The chunks of `strategy`, in execution order. Raises InputError when the layers cannot be cut so."""
     num_chunks = strategy.mesh.pp * strategy.vpp
-    if graph.num_layers < num_chunks:
+    if graph.num_layers < num_chunks and not strategy.stage_layers:
         raise InputError(
             f"{graph.num_layers} layers cannot fill pp {strategy.mesh.pp} x vpp {strategy.vpp} = {num_chunks} chunks",
             where="Strategy.mesh.pp", remedy=f"use at most {graph.num_layers} chunks",
@@ -31,9 +32,11 @@ def split(graph: Graph, strategy: Strategy, engine: Engine) -> tuple[Stage, ...]
     units = _units(graph)
     counts = strategy.stage_layers or _default(graph, units, num_chunks, engine)
     _check_counts(counts, graph.num_layers, num_chunks, strategy, engine)
+    before, units, after = _apart(units, graph)
     stages, start = [], 0
     for index, count in enumerate(counts):
         paths = tuple(path for unit in units[start : start + count] for path in unit)
+        paths = (before if index == 0 else ()) + paths + (after if index == num_chunks - 1 else ())
         recompute = {"full": count, "first_k": min(count, strategy.recompute_layers)}.get(strategy.recompute, 0)
         stages.append(Stage(stage_index=index, rank_index=index % strategy.mesh.pp, layer_paths=paths, recompute_layers=recompute))
         start += count
@@ -55,6 +58,21 @@ def _units(graph: Graph) -> list[tuple[str, ...]]:
     return units
 
 
+def _apart(units: list[tuple[str, ...]], graph: Graph) -> tuple[tuple[str, ...], list[tuple[str, ...]], tuple[str, ...]]:
+    """(what comes before the first layer, units without it and the next, what comes after the last layer)."""
+    roles, kinds = {block.kind_id: block.role for block in graph.kinds}, {layer.path: layer.kind_id for layer in graph.layers}
+
+    def layer_index(unit: tuple[str, ...]) -> int:
+        return next(index for index, path in enumerate(unit) if roles[kinds[path]] == "layer")
+
+    bare = list(units)
+    last = layer_index(bare[-1]) + 1
+    after, bare[-1] = bare[-1][last:], bare[-1][:last]
+    first = layer_index(bare[0])
+    before, bare[0] = bare[0][:first], bare[0][first:]
+    return before, bare, after
+
+
 def _check_counts(counts: Sequence[int], num_layers: int, num_chunks: int, strategy: Strategy, engine: Engine) -> None:
     where = "Strategy.stage_layers"
     if len(counts) != num_chunks:
@@ -62,11 +80,9 @@ def _check_counts(counts: Sequence[int], num_layers: int, num_chunks: int, strat
         raise InputError(
             f"{len(counts)} numbers for pp {strategy.mesh.pp} x vpp {strategy.vpp} = {num_chunks} chunks", where=where, remedy=remedy
         )
-    if min(counts) < 1 or sum(counts) != num_layers:
-        text = ", ".join(map(str, counts))
-        raise InputError(
-            f"{text} sum to {sum(counts)}; the model has {num_layers} layers", where=where, remedy="every chunk needs at least one layer"
-        )
+    if min(counts) < 0 or 0 in counts[1:-1] or sum(counts) != num_layers:
+        text, remedy = ", ".join(map(str, counts)), "every chunk needs a layer, but for the first (embedding) and the last (head)"
+        raise InputError(f"{text} sum to {sum(counts)}; the model has {num_layers} layers", where=where, remedy=remedy)
     if len(set(counts)) > 1 and not engine.supports_uneven_stages:
         remedy = f"choose a number of chunks that divides {num_layers}"
         raise InputError(f"{engine.name} needs equal chunks, not {', '.join(map(str, counts))}", where=where, remedy=remedy)

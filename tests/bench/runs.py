@@ -67,8 +67,7 @@ def problem(row: Row, machines: Machines) -> Problem:
     """The planner's inputs for one row. Raises AutoplanError with the reason when the row cannot be expressed."""
     plan, stack, arguments = row["plan"], stack_of(row), (row.get("extra") or {}).get("model_args") or {}
     tp, cp, pp = (plan.get(axis) or 1 for axis in ("tp", "cp", "pp"))
-    layers = row["model"]["layers"]
-    schedule, vpp = _schedule(plan, layers)
+    schedule, vpp = _schedule(plan, row["model"]["layers"] + _lighter_ends(row))
     stage_layers = _cut(row, stack, pp * vpp)
     if len(stage_layers) < pp * vpp:  # Ranks that hold no layer idle: the step is that of the ranks that do.
         pp = len(stage_layers)
@@ -170,24 +169,26 @@ def _schedule(plan: Row, layers: int) -> tuple[str, int]:
 
 
 def _cut(row: Row, stack: Stack, chunks: int) -> tuple[int, ...]:
-    """Layers of each chunk that holds any, as launchers cut: evenly, one fewer on the first and last where the row says so, or by running cost."""
-    model, layers = row["model"], row["model"]["layers"]
+    """Layers of each chunk that holds anything, as launchers cut: evenly, one fewer on the first and last where the row says so, or by running cost."""
     if stack.cut == "cost":
-        return _cost_cut(model, chunks)
-    lighter = "first and last" in (row.get("notes") or "") and "one layer fewer" in row["notes"]
-    base, extra = divmod(layers + 2 * lighter, chunks)
+        return _cost_cut(row["model"], chunks)
+    lighter = _lighter_ends(row) if chunks > 1 else 0
+    base, extra = divmod(row["model"]["layers"] + lighter, chunks)
     counts = [base + (index < extra) for index in range(chunks)]
-    if lighter and chunks > 1 and base > 1:
-        counts[0] -= 1
-        counts[-1] -= 1
-    elif lighter:
-        base, extra = divmod(layers, chunks)
-        counts = [base + (index < extra) for index in range(chunks)]
+    if lighter:
+        return (counts[0] - 1, *counts[1:-1], counts[-1] - 1)
     return tuple(count for count in counts if count)
 
 
+def _lighter_ends(row: Row) -> int:
+    """2 when the row says that the first and the last stage hold one layer fewer (each makes room for embedding and head), else 0."""
+    notes = row.get("notes") or ""
+    return 2 if "first and last" in notes and "one layer fewer" in notes else 0
+
+
 def _cost_cut(model: Row, chunks: int) -> tuple[int, ...]:
-    """nanotron: blocks go to a rank until the running sum of costs passes the rank's share; a layer costs 4 hidden^2 + 3 ffn hidden, the head vocab hidden."""
+    """nanotron (PipelineBlock placement in its trainer): blocks go to a rank until the running sum of costs passes the rank's share. A layer costs
+    4 hidden^2 + 3 ffn hidden, the head vocab x hidden; the head may end up alone on a rank, and ranks after it hold nothing."""
     layer = 4 * model["hidden"] ** 2 + 3 * model["ffn_hidden"] * model["hidden"]
     head, layers = (model.get("vocab") or 0) * model["hidden"], model["layers"]
     share, counts, total = (layers * layer + head) / chunks, [0] * chunks, 0.0
@@ -197,4 +198,4 @@ def _cost_cut(model: Row, chunks: int) -> tuple[int, ...]:
         total += layer
         if total > share * (rank + 1) and rank + 1 < chunks:
             rank += 1
-    return tuple(count for count in counts if count)
+    return tuple(counts[: rank + 1])

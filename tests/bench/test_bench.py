@@ -138,6 +138,11 @@ def test_layers_are_cut_as_launchers_cut():
     heavy_head = strategy(plan=pipeline, model={"vocab": 128000}, software="nanotron").stage_layers
     assert sum(heavy_head) == 8
     assert heavy_head[-1] < heavy_head[0]
+    one_each = {"pp": 2, "dp": 4, "schedule": "1F1B-I", "vpp": "1 layer per chunk (max number of chunks)"}
+    assert strategy(plan=one_each, model={"layers": 6}, notes=note).stage_layers == (0, 1, 1, 1, 1, 1, 1, 0)
+    head_alone = row(plan=pipeline, model={"layers": 3, "vocab": 12500}, software="nanotron")
+    assert problem(head_alone, Machines()).strategy.stage_layers == (1, 1, 1, 0)
+    assert Pricer().price(head_alone).estimate.step_s > 0.0
 
 
 def test_ranks_without_layers_idle():

@@ -55,6 +55,13 @@ def test_chunks_are_placed_in_loops_and_carry_embedding_and_head():
     assert stages[3].layer_paths == ("h.6", "h.7", "head")
 
 
+def test_embedding_and_head_may_stand_alone():
+    stages = split(gpt(layers=2), strategy(pp=4, stage_layers=(0, 1, 1, 0)), MEGATRON)
+    assert [stage.layer_paths for stage in stages] == [("wte",), ("h.0",), ("h.1",), ("head",)]
+    with pytest.raises(InputError, match="1, 0, 1, 0"):
+        split(gpt(layers=2), strategy(pp=4, stage_layers=(1, 0, 1, 0)), MEGATRON)
+
+
 def test_default_puts_fewer_layers_beside_a_heavy_head():
     graph = gpt(layers=8, vocab=2048)
     first, last = split(graph, strategy(pp=2), MEGATRON)
