@@ -172,7 +172,7 @@ def _pipeline(graph: Graph, job: Job, strategy: Strategy) -> Iterator[InputError
             remedy="interleaved_1f1b needs vpp >= 2, every other schedule vpp 1",
         )  # fmt: skip
         return
-    if pp * vpp > graph.num_layers:
+    if pp * vpp > graph.num_layers and not strategy.stage_layers:
         yield InputError(
             f"{graph.num_layers} layers cannot fill pp {pp} x vpp {vpp} chunks", where="Strategy.mesh.pp", remedy="use fewer chunks"
         )

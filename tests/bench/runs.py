@@ -76,7 +76,7 @@ def problem(row: Row, machines: Machines) -> Problem:
     dp = plan.get("dp") or max(1, row["cluster"]["gpus"] // (pp * tp * cp))
     zero_stage = _zero_stage(plan) if dp * cp > 1 else 0
     engine = engine_of(row, stack, zero_stage, schedule)
-    shard = dp if zero_stage else 1
+    shard = dp if zero_stage or (plan.get("ep") or 1) > 1 else 1  # experts are spread over dp_shard
     replicate = plan.get("dp_replicate") or dp // shard
     mesh = Mesh(pp=pp, dp_replicate=replicate, dp_shard=dp // replicate, cp=cp, tp=tp, ep=plan.get("ep") or 1)
     strategy = Strategy(
