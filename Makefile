@@ -31,8 +31,9 @@ test-all: lint
 demo: setup
 	PATH="$(abspath $(BIN)):$$PATH" bash examples/demo.sh
 
+# DATA: a folder with runs/*.jsonl and kernels/*.csv.gz of measured data (tests/bench/run.sh); none is part of this repository.
 bench: setup
-	PATH="$(abspath $(BIN)):$$PATH" bash tests/bench/run.sh
+	PATH="$(abspath $(BIN)):$$PATH" bash tests/bench/run.sh $(DATA)
 
 readme: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.e2e.readme
