@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from costmodel.collectives import collective_s
+from costmodel.collectives import collective_s, ring_steps
 from costmodel.compute import compute_s
+from costmodel.engine import Engine
 from costmodel.hardware import NodePool
 from costmodel.mesh import Mesh
 from costmodel.profiles.kernels import KernelProfile, kernel_profile
@@ -22,7 +23,10 @@ Amounts = tuple[tuple[str, float], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """Seconds of one phase (or of many): device compute by op class, exposed communication by axis, what overlap hid, exposed copies; kernels; flops."""
+    """Seconds of one phase (or of many): device compute by op class, exposed communication by axis, what overlap hid, exposed copies; kernels; flops.
+
+    stall_s: what the tensor-parallel collectives take at least where the engine stalls in pipelines over the network (Engine.pipeline_step_s).
+    """
 
     compute: Amounts = ()
     exposed: Amounts = ()
@@ -30,6 +34,7 @@ class Phase:
     copy_s: float = 0.0
     num_kernels: int = 0
     flops: float = 0.0
+    stall_s: float = 0.0
 
     @property
     def compute_s(self) -> float:
@@ -51,7 +56,7 @@ def total_phase(parts: Iterable[tuple[Phase, int]]) -> Phase:
     """The sum of `times` x phase over (phase, times)."""
     compute: dict[str, float] = {}
     exposed: dict[str, float] = {}
-    hidden = copy = flops = 0.0
+    hidden = copy = flops = stall = 0.0
     kernels = 0
     for phase, times in parts:
         for mine, theirs in ((compute, phase.compute), (exposed, phase.exposed)):
@@ -61,9 +66,11 @@ def total_phase(parts: Iterable[tuple[Phase, int]]) -> Phase:
         copy += phase.copy_s * times
         kernels += phase.num_kernels * times
         flops += phase.flops * times
+        stall += phase.stall_s * times
     return Phase(
-        compute=tuple(compute.items()), exposed=tuple(exposed.items()), hidden_s=hidden, copy_s=copy, num_kernels=kernels, flops=flops
-    )
+        compute=tuple(compute.items()), exposed=tuple(exposed.items()), hidden_s=hidden, copy_s=copy, num_kernels=kernels, flops=flops,
+        stall_s=stall,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,14 +81,22 @@ class Machine:
     mesh: Mesh
     kernels: KernelProfile
     links: LinkProfile
+    stall_call_s: float = 0.0
+    stall_step_s: float = 0.0
 
     @classmethod
-    def of(cls, pool: NodePool, mesh: Mesh, attention_kernel: str = "native") -> Machine:
-        """The machine of `pool` under `mesh`, running the attention kernels of an engine (Engine.attention_kernel)."""
-        kernels = kernel_profile(pool.device)
-        if attention_kernel == "flash2":
+    def of(cls, pool: NodePool, mesh: Mesh, engine: Engine | None = None) -> Machine:
+        """The machine of `pool` under `mesh`: with the kernels and habits of `engine`, or at its best without one."""
+        kernels, links = kernel_profile(pool.device), link_profile(pool)
+        if engine is None:
+            return cls(pool=pool, mesh=mesh, kernels=kernels, links=links)
+        if engine.attention_kernel == "flash2":
             kernels = kernels.with_flash2()
-        return cls(pool=pool, mesh=mesh, kernels=kernels, links=link_profile(pool))
+        stages = mesh.group("pp", fast_domain=pool.fast_domain, per_node=pool.devices_per_node)
+        stalls = float(stages.per_node < stages.size)
+        return cls(
+            pool=pool, mesh=mesh, kernels=kernels, links=links, stall_call_s=stalls * engine.pipeline_call_s, stall_step_s=stalls * engine.pipeline_step_s
+        )  # fmt: skip
 
     def collective_s(self, kind: str, full_bytes: float, axis: str) -> float:
         """Seconds of a collective on the group of `axis`."""
@@ -101,7 +116,7 @@ def price_phase(works: tuple[Work, ...], machine: Machine) -> Phase:
     """Seconds of `works` in order on the two streams."""
     computed: dict[str, float] = {}
     exposed: dict[str, float] = {}
-    clock = channel = busy = copy = flops = 0.0
+    clock = channel = busy = copy = flops = stall = 0.0
     kernels, axis = 0, ""
     for work in works:
         if isinstance(work, Compute):
@@ -115,6 +130,8 @@ def price_phase(works: tuple[Work, ...], machine: Machine) -> Phase:
             if seconds > 0.0:
                 kernels += 1
                 busy += seconds
+                if work.axis == "tp":
+                    stall += machine.stall_call_s + machine.stall_step_s * ring_steps(work.kind, machine.mesh.tp)
                 channel = max(clock, channel) + seconds
                 axis = work.axis
             if not work.overlaps and channel > clock:
@@ -128,8 +145,9 @@ def price_phase(works: tuple[Work, ...], machine: Machine) -> Phase:
         exposed[axis] = exposed.get(axis, 0.0) + channel - clock
     hidden = max(0.0, busy - sum(exposed.values()))
     return Phase(
-        compute=tuple(computed.items()), exposed=tuple(exposed.items()), hidden_s=hidden, copy_s=copy, num_kernels=kernels, flops=flops
-    )
+        compute=tuple(computed.items()), exposed=tuple(exposed.items()), hidden_s=hidden, copy_s=copy, num_kernels=kernels, flops=flops,
+        stall_s=stall,
+    )  # fmt: skip
 
 
 def price_block(block: BlockWork, machine: Machine) -> tuple[Phase, Phase]:

@@ -56,14 +56,15 @@ def volume_factor(kind: str, size: int) -> float:
     return (size - 1) / size
 
 
-def _steps(kind: str, size: int) -> int:
+def ring_steps(kind: str, size: int) -> int:
+    """Steps of a ring of `size` ranks, rounds of an all-to-all."""
     if kind == "all_reduce":
         return 2 * (size - 1)
     return size - 1 if kind in _ROUNDS else 1
 
 
 def _inside_s(kind: str, full_bytes: float, size: int, link: Link, profile: LinkProfile) -> float:
-    alpha = profile.base_s + profile.hop_s * _steps(kind, size)
+    alpha = profile.base_s + profile.hop_s * ring_steps(kind, size)
     wire = volume_factor(kind, size) * full_bytes / (link.bandwidth_bytes_per_s * profile.frac(kind, size))
     return min(alpha + wire / LOW_LATENCY_FRAC, BULK_LATENCY * alpha + wire)
 
@@ -78,7 +79,7 @@ def _across_s(kind: str, full_bytes: float, size: int, local: int, fast: Link, o
     if kind == "all_to_all":
         alpha = profile.base_s + outer.latency_s
         return alpha + max(inside_wire, full_bytes * (size - local) / size / bandwidth)
-    ring = RING_STEP * _steps(kind, size) * outer.latency_s
+    ring = RING_STEP * ring_steps(kind, size) * outer.latency_s
     tree = 2.0 * ceil(log2(domains)) * outer.latency_s + 2.0 * profile.hop_s * local
     alpha = profile.base_s + (min(ring, tree) if kind == "all_reduce" else ring)
     factor = 1.0 if kind == "all_reduce" and domains == 2 else volume_factor(kind, size)

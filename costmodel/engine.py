@@ -37,6 +37,7 @@ class Engine:
     zero_stages, schedules, recompute, supports_*: what it can express; a plan for the engine uses only that.
     context_bytes: device memory of context and libraries outside the allocator. allocator_reserve_frac: reserved over allocated, minus 1.
     launch_s: host time to dispatch one kernel eagerly (Python, dispatcher, autograd); 0 when captured in a graph.
+    pipeline_call_s, pipeline_step_s: what a tensor-parallel collective and each of its ring steps take at least while a pipeline runs over the network.
     """
 
     name: str
@@ -69,6 +70,8 @@ class Engine:
     allocator_reserve_frac: float
     launch_s: float
     sources: tuple[str, ...]
+    pipeline_call_s: float = 0.0
+    pipeline_step_s: float = 0.0
 
 
 _SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b")
@@ -182,12 +185,12 @@ ENGINES: tuple[Engine, ...] = (
         fused_kernels=False,
         saves_gathered_input=False,
         fused_input_gradient=True,
-        overlap_gradient_reduce=True,
+        overlap_gradient_reduce=False,
         overlap_parameter_gather=False,
         fully_shard=False,
         ddp_bucket_copy=False,
-        bucket_elements=40_000_000,
-        bucket_elements_per_rank=1_000_000,
+        bucket_elements=0,
+        bucket_elements_per_rank=0,
         pipeline_buffers=False,
         attention_kernel="flash2",
         fused_optimizer=True,
@@ -203,6 +206,8 @@ ENGINES: tuple[Engine, ...] = (
         context_bytes=1.5 * 2**30,
         allocator_reserve_frac=0.04,
         launch_s=40e-6,
+        pipeline_call_s=0.65e-3,
+        pipeline_step_s=0.24e-3,
         sources=(
             "nanotron 0.4 (bf16 weights, fp32 gradient accumulation and masters, FlashAttention 2, eager kernels)",
             "launch_s: 38.9-41.9 us a kernel and collective in 26 host-bound runs of 1B, 3B and 8B models on tp 2-8 (ultra-scale playbook)",

@@ -67,8 +67,8 @@ def traffic(shard: ParameterShard, step: StepWork, machine: Machine, engine: Eng
     """Collectives over the data-parallel group for one block: its share of the buckets it travels in, or (fully_shard) one call of its own."""
     size = compute_bytes(step) if engine.fully_shard and step.zero_stage >= 2 else float(DTYPE_BYTES[step.parameter_dtype])
     gradient = float(DTYPE_BYTES[step.gradient_dtype])
-    by_block = engine.fully_shard and step.zero_stage >= 2
     bucket = max(engine.bucket_elements, engine.bucket_elements_per_rank * step.mesh.size("dp_cp"))
+    by_block = bucket == 0 or (engine.fully_shard and step.zero_stage >= 2)
 
     def call_s(kind: str, elements: float, width: float, axis: str) -> float:
         if elements <= 0.0:

@@ -79,7 +79,7 @@ def estimate_step(step: StepWork, cluster: Cluster, engine: Engine) -> Estimate:
         )
     schedule = step.schedule if mesh.pp > 1 else "none"
     schedules.check(schedule, pp=mesh.pp, vpp=step.vpp, num_micro_batches=step.num_micro_batches)
-    machine = Machine.of(pool, mesh, engine.attention_kernel)
+    machine = Machine.of(pool, mesh, engine)
     priced: Priced = {}
     chunks = [_price_chunk(stage, step, engine, machine, priced) for stage in step.stages]
     rank = _critical_rank(step, engine, machine, chunks, schedule)
@@ -112,7 +112,7 @@ def _price_chunk(stage: StageWork, step: StepWork, engine: Engine, machine: Mach
 def _wall_s(phase: Phase, step: StepWork, engine: Engine, machine: Machine) -> float:
     """The device's seconds, or the host's when dispatch takes longer; a CPU rank dispatches and computes on the same core."""
     host = phase.num_kernels * engine.launch_s * (COMPILED_LAUNCH_FRAC if step.compiled else 1.0)
-    return phase.device_s + host if machine.pool.device.kind == "cpu" else max(phase.device_s, host)
+    return phase.device_s + host if machine.pool.device.kind == "cpu" else max(phase.device_s, host, phase.stall_s)
 
 
 def _sharding_phases(
