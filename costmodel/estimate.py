@@ -11,6 +11,20 @@ MEMORY_CLASSES = (
     "framework",
 )  # fmt: skip
 
+RISKS = ("OK", "TIGHT", "RISKY", "NO")
+OK_FREE_FRAC, TIGHT_FREE_FRAC = 0.15, 0.05  # more than this share of the device stays free
+
+
+def memory_risk(peak_bytes: float, usable_bytes: float) -> str:
+    """OK | TIGHT | RISKY | NO: how much of the device the predicted peak leaves free, for what no prediction sees (fragmentation, other processes,
+    drivers that take more). More than 15 % free is OK, the margin that public reports of "fits by formula, but out of memory" ask for; more than 5 %
+    TIGHT; less RISKY; a peak beyond the device NO.
+    """
+    free_frac = 1.0 - peak_bytes / usable_bytes
+    if free_frac < 0.0:
+        return "NO"
+    return "OK" if free_frac > OK_FREE_FRAC else "TIGHT" if free_frac > TIGHT_FREE_FRAC else "RISKY"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
@@ -76,3 +90,8 @@ class Estimate:
     def fits(self) -> bool:
         """Whether the largest peak is within what the device offers."""
         return self.peak_bytes <= self.usable_bytes
+
+    @property
+    def risk(self) -> str:
+        """memory_risk of the largest peak."""
+        return memory_risk(self.peak_bytes, self.usable_bytes)

@@ -125,7 +125,8 @@ def run_estimate(options: argparse.Namespace, output: Output) -> int:
     if options.json:
         from planner.codec import encode
 
-        facts = {"model": problem.model, "cluster": problem.cluster.name, "engine": problem.engine.name, "fits": estimate.fits}
+        facts = {"model": problem.model, "cluster": problem.cluster.name, "engine": problem.engine.name, "fits": estimate.fits,
+                 "memory_risk": estimate.risk}  # fmt: skip
         parts = {"job": encode(problem.job, Job), "strategy": encode(strategy, Strategy), "estimate": encode(estimate, Estimate)}
         output.document({"format": ESTIMATE_FORMAT, "format_version": 1, **facts, **parts})
         return 0

@@ -184,7 +184,7 @@ def write_atomic(path: str | Path, text: str) -> None:
 
 def plan_to_json(plan: Plan) -> str:
     """The plan file's text: byte for byte the same for equal plans."""
-    return dumps({"format": FORMAT, **encode(plan, Plan)})
+    return dumps({"format": FORMAT, "memory_risk": plan.estimate.risk, **encode(plan, Plan)})
 
 
 def plan_from_json(text: str, where: str = "plan") -> Plan:
@@ -194,8 +194,12 @@ def plan_from_json(text: str, where: str = "plan") -> Plan:
     document = loads(text, where)
     check_version(document, where)
     document.pop("format")
+    risk = document.pop("memory_risk", None)
     plan = decode(document, Plan, where)
     check_consistency(plan, where)
+    if risk != plan.estimate.risk:
+        what = f"{risk!r}, but peak and usable bytes of the estimate say {plan.estimate.risk}"
+        raise InputError(what, where=f"{where}: memory_risk", remedy=f"write {plan.estimate.risk}")
     return plan
 
 

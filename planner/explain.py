@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from costmodel.estimate import Estimate, Line, StageMemory
+from costmodel.estimate import RISKS, Estimate, Line, StageMemory, memory_risk
 from costmodel.units import format_bytes, format_count, format_percent, format_seconds
 from planner.plan import Alternative, Plan
 from planner.space import describe
@@ -76,7 +76,28 @@ def _why(plan: Plan) -> Iterator[str]:
         f"Memory is fullest on pipeline rank {stage.rank_index} at the {peak} peak: {format_bytes(size)} of {format_bytes(estimate.usable_bytes)} "
         f"({used}); most of it is {binding.name.replace('_', ' ')} ({format_bytes(binding.amount)})."
     )
+    yield _risk(plan)
     yield f"{format_count(estimate.tokens_per_s)} tokens/s, MFU {format_percent(estimate.mfu_frac)} ({estimate.mfu_denominator})."
+
+
+def _risk(plan: Plan) -> str:
+    """The headroom in words, and what it costs to have more of it."""
+    estimate = plan.estimate
+    free = format_percent(max(0.0, 1.0 - estimate.peak_bytes / estimate.usable_bytes))
+    words = {
+        "OK": f"Memory risk OK: {free} of the device stays free.",
+        "TIGHT": f"Memory risk TIGHT: {free} of the device stays free; watch the first steps.",
+        "RISKY": f"Memory risk RISKY: {free} of the device stays free; fragmentation or another process can end the run.",
+        "NO": "Memory risk NO: it does not fit.",
+    }
+    mesh = plan.strategy.mesh
+    others = (*plan.alternatives, *(lever for lever in plan.levers if lever.strategy.mesh == mesh and lever.strategy != plan.strategy))
+    risks = [(memory_risk(other.peak_bytes, estimate.usable_bytes), other) for other in others]
+    safer = [(risk, other) for risk, other in risks if RISKS.index(risk) < RISKS.index(estimate.risk)]
+    if not safer:
+        return words[estimate.risk]
+    risk, best = min(safer, key=lambda pair: pair[1].step_s)
+    return f"{words[estimate.risk]} {risk} with {describe(best.strategy)}: {_times(plan, best)}, {format_bytes(best.peak_bytes)}."
 
 
 def _second(plan: Plan) -> Iterator[str]:

@@ -23,6 +23,8 @@ from planner.strategy import Strategy
 BAR_WIDTH = 28
 TEXT_WIDTH = 110
 MAX_RANK_COLUMNS = 6
+RISK_WORDS = {"OK": "OK", "TIGHT": "TIGHT", "RISKY": "RISKY", "NO": "  DOES NOT FIT"}
+RISK_STYLES = {"OK": "green", "TIGHT": "yellow", "RISKY": "bold yellow", "NO": "bold red"}
 
 
 def plan_text(plan: Plan) -> str:
@@ -130,7 +132,7 @@ def _headline(estimate: Estimate) -> Text:
     text = Text()
     text.append(f"{format_seconds(estimate.step_s)} a step", style="bold green")
     text.append(f"   {rate}   MFU {format_percent(estimate.mfu_frac)}   memory {memory}")
-    text.append("" if estimate.fits else "   DOES NOT FIT", style="bold red")
+    text.append(f" {RISK_WORDS[estimate.risk]}", style=RISK_STYLES[estimate.risk])
     text.append(f"\nMFU = {estimate.mfu_denominator}", style="dim")
     return text
 

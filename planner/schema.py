@@ -11,6 +11,7 @@ import types
 from dataclasses import fields, is_dataclass
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+from costmodel.estimate import RISKS
 from planner.codec import FORMAT, dumps
 from planner.plan import FORMAT_VERSION, Plan
 
@@ -24,7 +25,8 @@ def plan_schema() -> dict[str, Any]:
     plan = definitions.pop("Plan")
     plan["properties"]["format"] = {"const": FORMAT}
     plan["properties"]["format_version"] = {"const": FORMAT_VERSION}
-    plan["required"] = sorted((*plan["required"], "format"))
+    plan["properties"]["memory_risk"] = {"enum": list(RISKS)}
+    plan["required"] = sorted((*plan["required"], "format", "memory_risk"))
     return {"$schema": DIALECT, "title": "autoplan plan", **plan, "$defs": definitions}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from costmodel.estimate import memory_risk
 from planner.explain import binding_class, compare, explain, fullest
 from tests.planner import samples
 
@@ -59,3 +60,15 @@ def test_fullest_rank_and_binding_class():
 def test_method_of_plan():
     plan = samples.plan()
     assert plan.explain() == explain(plan)
+
+
+def test_risk_names_the_fastest_safer_plan():
+    plan = samples.plan()
+    assert "Memory risk OK: 25.0 % of the device stays free." in explain(plan)
+    tight = replace(plan, estimate=samples.estimate_of(2.0, 79.9 * samples.GIB))
+    assert "Memory risk RISKY: 0.1 %" in explain(tight)
+    assert "TIGHT with pp 4 x tp 2, micro-batch 1, 1f1b, no recompute: 2.50 s a step (+25.0 %), 70.0 GiB." in explain(tight)
+
+
+def test_risk_by_headroom():
+    assert [memory_risk(peak, 100.0) for peak in (84.9, 85.1, 94.9, 95.1, 100.0, 100.1)] == ["OK", "TIGHT", "TIGHT", "RISKY", "RISKY", "NO"]

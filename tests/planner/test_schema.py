@@ -29,6 +29,9 @@ def check(value, schema, definitions):
     if "const" in schema:
         assert value == schema["const"]
         return None
+    if "enum" in schema:
+        assert value in schema["enum"]
+        return None
     kinds = {"object": dict, "array": list, "string": str, "integer": int, "number": float, "boolean": bool, "null": type(None)}
     assert isinstance(value, kinds[schema["type"]])
     if schema["type"] == "object":
