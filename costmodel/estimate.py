@@ -8,7 +8,7 @@ TIME_CAUSES = ("compute", "exposed_communication", "exposed_copy", "bubble", "op
 
 MEMORY_CLASSES = (
     "parameters", "gradients", "optimizer_state", "activations", "recompute_workspace", "logits", "gather_buffers", "communicators",
-    "framework",
+    "framework", "reserve",
 )  # fmt: skip
 
 RISKS = ("OK", "TIGHT", "RISKY", "NO")
@@ -37,7 +37,11 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageMemory:
-    """Device memory of one pipeline rank: bytes by class (at the step peak) and the three peaks (init, step, optimizer).
+    """Device memory of one pipeline rank: bytes by class (at the step peak) and the three peaks (init, step, optimizer) as the device reports them.
+
+    Tools measure three kinds, all of the largest peak: `allocated_bytes` (tensors: torch.cuda.max_memory_allocated), `reserved_bytes` (what the allocator
+    holds: max_memory_reserved), `device_bytes` (nvidia-smi: reserved, communicators and context). The classes "communicators" and "framework" lie outside the
+    allocator, "reserve" is what it holds beyond tensors.
 
     `in_flight` is the largest number of micro-batches whose activations live at once on this rank (summed over its chunks).
     """
@@ -53,6 +57,21 @@ class StageMemory:
     def peak_bytes(self) -> float:
         """Largest of the three peaks."""
         return max(self.init_peak_bytes, self.step_peak_bytes, self.optimizer_peak_bytes)
+
+    @property
+    def device_bytes(self) -> float:
+        """The largest peak as the device reports it (nvidia-smi)."""
+        return self.peak_bytes
+
+    @property
+    def reserved_bytes(self) -> float:
+        """The largest peak without context and communicators."""
+        return self.peak_bytes - sum(line.amount for line in self.classes if line.name in ("communicators", "framework"))
+
+    @property
+    def allocated_bytes(self) -> float:
+        """The largest peak in tensors."""
+        return self.reserved_bytes - sum(line.amount for line in self.classes if line.name == "reserve")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

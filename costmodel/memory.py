@@ -124,9 +124,12 @@ def _rank_memory(step: StepWork, engine: Engine, pool: NodePool, rank: int, orde
     tensors = (
         held.parameters_bytes + moment.gradients_bytes + held.copies_bytes + states + saved + workspace + moment.gathered_bytes + boundaries
     )
+    receive = sum(_boundary_bytes(stage, step, engine, 0) for stage in stages) if engine.pipeline_buffers else 0.0
+    update = held.parameters_bytes + _reduced_bytes(held, step, engine, blocks) + states + held.temporaries_bytes + receive
     communicators = 0.0 if cpu else COMMUNICATOR_BYTES * _num_communicators(step)
-    reserve = 0.0 if cpu else engine.allocator_reserve_frac
-    framework = (0.0 if cpu else engine.context_bytes) + reserve * tensors
+    context = 0.0 if cpu else engine.context_bytes
+    reserve = 0.0 if cpu else engine.allocator_reserve_frac * max(tensors, update)
+    outside = communicators + context
     classes = (
         Line(name="parameters", amount=held.parameters_bytes, detail=f"stored in {step.parameter_dtype}"),
         Line(name="gradients", amount=moment.gradients_bytes, detail=f"{step.gradient_dtype}, ZeRO {step.zero_stage}"),
@@ -136,14 +139,12 @@ def _rank_memory(step: StepWork, engine: Engine, pool: NodePool, rank: int, orde
         Line(name="logits", amount=logits, detail="kept by the head for its backward"),
         Line(name="gather_buffers", amount=moment.gathered_bytes + held.copies_bytes + boundaries, detail="whole parameters, copies, stage boundaries"),
         Line(name="communicators", amount=communicators),
-        Line(name="framework", amount=framework, detail=f"context, and {reserve:.0%} allocator reserve"),
+        Line(name="framework", amount=context, detail="context and libraries"),
+        Line(name="reserve", amount=reserve, detail=f"{engine.allocator_reserve_frac:.0%} of the largest peak, held by the allocator"),
     )  # fmt: skip
-    resting = held.parameters_bytes + communicators + (0.0 if cpu else engine.context_bytes)
-    receive = sum(_boundary_bytes(stage, step, engine, 0) for stage in stages) if engine.pipeline_buffers else 0.0
     return StageMemory(
-        rank_index=rank, classes=classes, init_peak_bytes=resting, step_peak_bytes=sum(line.amount for line in classes),
-        optimizer_peak_bytes=resting + (1.0 + reserve) * (_reduced_bytes(held, step, engine, blocks) + states + held.temporaries_bytes + receive),
-        in_flight=float(live.total),
+        rank_index=rank, classes=classes, init_peak_bytes=held.parameters_bytes + outside, step_peak_bytes=sum(line.amount for line in classes),
+        optimizer_peak_bytes=outside + update + reserve, in_flight=float(live.total),
     )  # fmt: skip
 
 

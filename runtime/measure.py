@@ -133,7 +133,5 @@ def build_report(meter: Meter, losses: list[float]) -> Report:
 
 
 def _predicted(plan: Plan, pipeline_index: int) -> float:
-    """The stage's predicted peak of tensors: without what lies outside the allocator (context, communicators, reserve), which is not measured either."""
-    stage = next(stage for stage in plan.estimate.stages if stage.rank_index == pipeline_index)
-    outside_bytes = sum(line.amount for line in stage.classes if line.name in ("framework", "communicators"))
-    return stage.peak_bytes - outside_bytes
+    """The stage's predicted peak of tensors: without what lies outside the allocator and its reserve, which are not measured either."""
+    return next(stage for stage in plan.estimate.stages if stage.rank_index == pipeline_index).allocated_bytes

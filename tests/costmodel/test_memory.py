@@ -54,4 +54,4 @@ def test_classes_add_up_to_the_step_peak_and_none_is_negative() -> None:
 def test_a_cpu_rank_counts_tensors_only() -> None:
     step = llama(mesh=Mesh(dp_shard=2), **SMALL)
     held = classes(estimate_step(step, cluster(CPU, per_node=2), engine("torch")).stages[0])
-    assert held["framework"] == held["communicators"] == 0.0
+    assert held["framework"] == held["communicators"] == held["reserve"] == 0.0
