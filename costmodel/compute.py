@@ -78,7 +78,9 @@ def _matmul_s(work: Compute, nbytes: float, device: Device, profile: KernelProfi
         )
     rows = max(1, ceil(work.m / work.batch)) if work.op_class == "grouped_gemm" else work.m
     cores = 1 if device.kind == "cpu" else profile.num_cores(device)
-    factor = profile.sustained_frac * (constants.grouped_frac if work.op_class == "grouped_gemm" else 1.0)
+    factor = profile.sustained_frac
+    if work.op_class == "grouped_gemm":
+        factor *= constants.grouped_frac * (constants.grouped_accumulate_frac if work.accumulate else 1.0)
     layout = constants.layout_frac(work.layout, work.accumulate)
     # `num_kernels` equal matrices in sequence (flops cover all of them), each of `batch` matrices at once.
     count = max(1, work.num_kernels)

@@ -101,12 +101,22 @@ def _price_chunk(stage: StageWork, step: StepWork, engine: Engine, machine: Mach
     gathers = tuple(moved.gather_s for _, _, moved in one_by_one)
     reduces = tuple(moved.reduce_s for _, _, moved in reversed(one_by_one))
     sharded = _sharding_phases(forward_blocks, backward_blocks, gathers, reduces, step, engine)
-    forward = total_phase([*((price[0], repeat) for price, repeat in runs), (sharded[0], 1)])
-    backward = total_phase([*((price[1], repeat) for price, repeat in runs), (sharded[1], 1)])
+    hops = _blocking_hops(stage, step, engine, machine)
+    forward = total_phase([*((price[0], repeat) for price, repeat in runs), (sharded[0], 1), (hops, 1)])
+    backward = total_phase([*((price[1], repeat) for price, repeat in runs), (sharded[1], 1), (hops, 1)])
     return PricedStage(
         forward=forward, backward=backward, forward_s=_wall_s(forward, step, engine, machine), backward_s=_wall_s(backward, step, engine, machine),
         forward_blocks=forward_blocks, backward_blocks=backward_blocks, gathers=gathers, reduces=reduces,
     )  # fmt: skip
+
+
+def _blocking_hops(stage: StageWork, step: StepWork, engine: Engine, machine: Machine) -> Phase:
+    """What a stage's transfers from and to its neighbours cost per micro-batch and direction when they run in line with its kernels."""
+    if engine.overlap_pipeline or step.mesh.pp == 1:
+        return Phase()
+    neighbours = (stage.stage_index > 0) + (stage.stage_index < len(step.stages) - 1)
+    boundary = max(other.boundary_bytes for other in step.stages)
+    return Phase(exposed=(("pp", neighbours * machine.collective_s("p2p", boundary, "pp")),))
 
 
 def _wall_s(phase: Phase, step: StepWork, engine: Engine, machine: Machine) -> float:

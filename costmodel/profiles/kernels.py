@@ -18,7 +18,7 @@ REDUCTION_FRAC = {"norm": 0.85, "softmax": 0.85, "reduce": 0.85, "cross_entropy"
 class GemmConstants:
     """efficiency_frac: sustained fraction of peak of an endless tile loop. k_overhead: k steps that prologue and epilogue cost. reuse: elements at which a tile
     is bound by operand traffic. drift: softness of waves. start_s: floor of one kernel. grouped_frac: grouped GEMM over one GEMM of the same tiles.
-    nn_frac, nt_frac: input-gradient (NN) and weight-gradient (NT) layouts relative to TN; accumulate_frac: writing into an fp32 gradient."""
+    nn_frac, nt_frac: input-gradient (NN) and weight-gradient (NT) layouts relative to TN; accumulate_frac, grouped_accumulate_frac: adding into a gradient, and the same once more for grouped GEMM."""
 
     efficiency_frac: float
     k_overhead: int
@@ -29,6 +29,7 @@ class GemmConstants:
     nn_frac: float = 1.0
     nt_frac: float = 1.0
     accumulate_frac: float = 1.0
+    grouped_accumulate_frac: float = 1.0
 
     def layout_frac(self, layout: str, accumulate: bool) -> float:
         """Speed of `layout` relative to TN."""
@@ -89,7 +90,12 @@ PROFILES: tuple[KernelProfile, ...] = (
         devices=("a100-sxm4", "a100-pcie", "a800"),
         archs=("ampere",),
         core_flops=312e12 / 108,
-        gemms=(("bf16", GemmConstants(efficiency_frac=0.960, k_overhead=169, reuse=26, drift_frac=0.58, start_s=4.2e-6)),),
+        gemms=(
+            (
+                "bf16",
+                GemmConstants(efficiency_frac=0.960, k_overhead=169, reuse=26, drift_frac=0.58, start_s=4.2e-6, accumulate_frac=0.955),
+            ),
+        ),
         start_s=2.5e-6,
         bandwidth_frac=0.88,
         sustained_frac=0.93,
@@ -104,8 +110,14 @@ PROFILES: tuple[KernelProfile, ...] = (
         archs=("hopper",),
         core_flops=989.4e12 / 132,
         gemms=(
-            ("bf16", GemmConstants(efficiency_frac=0.929, k_overhead=162, reuse=15, drift_frac=0.64, start_s=2.6e-6)),
-            ("fp8", GemmConstants(efficiency_frac=0.864, k_overhead=115, reuse=62, drift_frac=0.38, start_s=13.7e-6)),
+            (
+                "bf16",
+                GemmConstants(efficiency_frac=0.929, k_overhead=162, reuse=15, drift_frac=0.64, start_s=2.6e-6, accumulate_frac=0.945),
+            ),
+            (
+                "fp8",
+                GemmConstants(efficiency_frac=0.864, k_overhead=115, reuse=62, drift_frac=0.38, start_s=13.7e-6, accumulate_frac=0.945),
+            ),
         ),
         start_s=2.5e-6,
         bandwidth_frac=0.9,
@@ -121,8 +133,14 @@ PROFILES: tuple[KernelProfile, ...] = (
         archs=(),
         core_flops=989.4e12 / 132,
         gemms=(
-            ("bf16", GemmConstants(efficiency_frac=0.914, k_overhead=152, reuse=17, drift_frac=0.98, start_s=2.7e-6)),
-            ("fp8", GemmConstants(efficiency_frac=0.903, k_overhead=172, reuse=60, drift_frac=0.40, start_s=13.5e-6)),
+            (
+                "bf16",
+                GemmConstants(efficiency_frac=0.914, k_overhead=152, reuse=17, drift_frac=0.98, start_s=2.7e-6, accumulate_frac=0.945),
+            ),
+            (
+                "fp8",
+                GemmConstants(efficiency_frac=0.903, k_overhead=172, reuse=60, drift_frac=0.40, start_s=13.5e-6, accumulate_frac=0.945),
+            ),
         ),
         start_s=2.5e-6,
         bandwidth_frac=0.9,
@@ -138,8 +156,32 @@ PROFILES: tuple[KernelProfile, ...] = (
         archs=("blackwell",),
         core_flops=2250e12 / 148,
         gemms=(
-            ("bf16", GemmConstants(efficiency_frac=0.838, k_overhead=109, reuse=20, drift_frac=0.45, start_s=2.3e-6)),
-            ("fp8", GemmConstants(efficiency_frac=0.800, k_overhead=123, reuse=66, drift_frac=0.33, start_s=16.6e-6)),
+            (
+                "bf16",
+                GemmConstants(
+                    efficiency_frac=0.838,
+                    k_overhead=109,
+                    reuse=20,
+                    drift_frac=0.45,
+                    start_s=2.3e-6,
+                    accumulate_frac=0.93,
+                    grouped_frac=0.8,
+                    grouped_accumulate_frac=0.85,
+                ),
+            ),
+            (
+                "fp8",
+                GemmConstants(
+                    efficiency_frac=0.800,
+                    k_overhead=123,
+                    reuse=66,
+                    drift_frac=0.33,
+                    start_s=16.6e-6,
+                    accumulate_frac=0.93,
+                    grouped_frac=0.8,
+                    grouped_accumulate_frac=0.85,
+                ),
+            ),
         ),
         start_s=2.5e-6,
         bandwidth_frac=0.88,
@@ -155,8 +197,32 @@ PROFILES: tuple[KernelProfile, ...] = (
         archs=("blackwell-ultra",),
         core_flops=2250e12 / 148,
         gemms=(
-            ("bf16", GemmConstants(efficiency_frac=0.823, k_overhead=41, reuse=21, drift_frac=0.99, start_s=2.2e-6)),
-            ("fp8", GemmConstants(efficiency_frac=0.858, k_overhead=143, reuse=68, drift_frac=0.28, start_s=15.7e-6)),
+            (
+                "bf16",
+                GemmConstants(
+                    efficiency_frac=0.823,
+                    k_overhead=41,
+                    reuse=21,
+                    drift_frac=0.99,
+                    start_s=2.2e-6,
+                    accumulate_frac=0.93,
+                    grouped_frac=0.8,
+                    grouped_accumulate_frac=0.85,
+                ),
+            ),
+            (
+                "fp8",
+                GemmConstants(
+                    efficiency_frac=0.858,
+                    k_overhead=143,
+                    reuse=68,
+                    drift_frac=0.28,
+                    start_s=15.7e-6,
+                    accumulate_frac=0.93,
+                    grouped_frac=0.8,
+                    grouped_accumulate_frac=0.85,
+                ),
+            ),
         ),
         start_s=2.5e-6,
         bandwidth_frac=0.88,
@@ -172,8 +238,11 @@ PROFILES: tuple[KernelProfile, ...] = (
         archs=("ada",),
         core_flops=362.05e12 / 142,
         gemms=(
-            ("bf16", GemmConstants(efficiency_frac=0.714, k_overhead=101, reuse=23, drift_frac=0.74, start_s=1.2e-6)),
-            ("fp8", GemmConstants(efficiency_frac=0.645, k_overhead=46, reuse=44, drift_frac=0.66, start_s=11.8e-6)),
+            (
+                "bf16",
+                GemmConstants(efficiency_frac=0.714, k_overhead=101, reuse=23, drift_frac=0.74, start_s=1.2e-6, accumulate_frac=0.955),
+            ),
+            ("fp8", GemmConstants(efficiency_frac=0.645, k_overhead=46, reuse=44, drift_frac=0.66, start_s=11.8e-6, accumulate_frac=0.955)),
         ),
         start_s=2.5e-6,
         bandwidth_frac=0.88,
@@ -189,8 +258,14 @@ PROFILES: tuple[KernelProfile, ...] = (
         archs=(),
         core_flops=503.8e12 / 188,
         gemms=(
-            ("bf16", GemmConstants(efficiency_frac=0.975, k_overhead=158, reuse=26, drift_frac=0.43, start_s=1.8e-6)),
-            ("fp8", GemmConstants(efficiency_frac=0.942, k_overhead=159, reuse=55, drift_frac=0.43, start_s=13.1e-6)),
+            (
+                "bf16",
+                GemmConstants(efficiency_frac=0.975, k_overhead=158, reuse=26, drift_frac=0.43, start_s=1.8e-6, accumulate_frac=0.955),
+            ),
+            (
+                "fp8",
+                GemmConstants(efficiency_frac=0.942, k_overhead=159, reuse=55, drift_frac=0.43, start_s=13.1e-6, accumulate_frac=0.955),
+            ),
         ),
         start_s=2.5e-6,
         bandwidth_frac=0.88,

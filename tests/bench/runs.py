@@ -89,7 +89,8 @@ def problem(row: Row, machines: Machines) -> Problem:
         stage_layers=stage_layers if pp > 1 else (),
         recompute=_recompute(plan, engine),
         cp_kind="all_to_all" if "a2a" in str(plan.get("cp_comm") or "").lower() else "ring",
-        flash_attention=cp > 1 or _said(plan.get("flash_attention"), arguments.get("attention-backend") != "unfused"),
+        flash_attention=cp > 1
+        or _said(plan.get("flash_attention"), stack.flash_attention and arguments.get("attention-backend") != "unfused"),
         compile=bool(plan.get("compile")),
     )
     return Problem(

@@ -14,6 +14,7 @@ from costmodel.engine import ENGINES, Engine
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
     """words: any of them in the text selects the row. engines: candidates, best first. sequence_parallel: under tp > 1 unless said otherwise.
+    flash_attention: unless said otherwise.
     cut: "even" layers per chunk, or "cost" (tests.bench.runs).
     """
 
@@ -21,6 +22,7 @@ class Stack:
     engines: tuple[str, ...]
     sequence_parallel: bool = False
     cut: str = "even"
+    flash_attention: bool = True
 
 
 STACKS: tuple[Stack, ...] = (
@@ -29,12 +31,13 @@ STACKS: tuple[Stack, ...] = (
     Stack(words=("nanotron",), engines=("nanotron", "megatron"), sequence_parallel=True, cut="cost"),
     Stack(words=("megatron-deepspeed", "megatron_deepspeed"), engines=("megatron_deepspeed", "megatron")),
     Stack(words=("nemo", "megatron-bridge"), engines=("megatron",), sequence_parallel=True),
+    Stack(words=("megatron-lm fork",), engines=("megatron_local", "megatron"), flash_attention=False),
     Stack(words=("megatron",), engines=("megatron",)),
     Stack(words=("deepspeed",), engines=("deepspeed", "torchtitan", "megatron")),
     Stack(words=("llm-foundry", "composer", "fsdp", "litgpt", "lightning"), engines=("fsdp1", "fsdp", "torchtitan")),
     Stack(words=("transformers", "hugging face", "peft", "trl", "axolotl"), engines=("hf_trainer", "torch")),
 )
-PLAIN = Stack(words=(), engines=("megatron", "torchtitan", "torch"))
+PLAIN = Stack(words=(), engines=("megatron_deepspeed", "megatron", "torchtitan", "torch"))
 
 
 def stack_of(row: Mapping[str, Any]) -> Stack:
