@@ -18,7 +18,8 @@ REDUCTION_FRAC = {"norm": 0.85, "softmax": 0.85, "reduce": 0.85, "cross_entropy"
 class GemmConstants:
     """efficiency_frac: sustained fraction of peak of an endless tile loop. k_overhead: k steps that prologue and epilogue cost. reuse: elements at which a tile
     is bound by operand traffic. drift: softness of waves. start_s: floor of one kernel. grouped_frac: grouped GEMM over one GEMM of the same tiles.
-    nn_frac, nt_frac: input-gradient (NN) and weight-gradient (NT) layouts relative to TN; accumulate_frac, grouped_accumulate_frac: adding into a gradient, and the same once more for grouped GEMM."""
+    nn_frac, nt_frac: input-gradient (NN) and weight-gradient (NT) layouts relative to TN; accumulate_frac: adding into a gradient;
+    grouped_accumulate_frac: the same once more for grouped GEMM."""
 
     efficiency_frac: float
     k_overhead: int

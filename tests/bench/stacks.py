@@ -37,7 +37,9 @@ STACKS: tuple[Stack, ...] = (
     Stack(words=("llm-foundry", "composer", "fsdp", "litgpt", "lightning"), engines=("fsdp1", "fsdp", "torchtitan")),
     Stack(words=("transformers", "hugging face", "peft", "trl", "axolotl"), engines=("hf_trainer", "torch")),
 )
-PLAIN = Stack(words=(), engines=("megatron_deepspeed", "megatron", "torchtitan", "torch"))
+PLAIN = Stack(words=(), engines=("megatron", "torchtitan", "torch"))
+# Runs that name the attention kernel they picked (`plan.extra.kernel`) and no runtime: layers written in plain torch around it.
+PICKED_KERNEL = Stack(words=(), engines=("megatron_deepspeed", "megatron"))
 
 
 def stack_of(row: Mapping[str, Any]) -> Stack:
@@ -48,7 +50,7 @@ def stack_of(row: Mapping[str, Any]) -> Stack:
         for stack in STACKS:
             if any(word in low for word in stack.words):
                 return stack
-    return PLAIN
+    return PICKED_KERNEL if (plan.get("extra") or {}).get("kernel") else PLAIN
 
 
 def engine_of(row: Mapping[str, Any], stack: Stack, zero_stage: int, schedule: str) -> Engine:
