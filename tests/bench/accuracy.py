@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from costmodel.estimate import Estimate
+from tests.bench.calibrated import add_flags, calibrate_and_rest
 from tests.bench.memory_kinds import kind_of, measured_gib, predicted_bytes
 from tests.bench.price import Priced, price_rows
 from tests.bench.runs import measured_step_s, read_rows
@@ -126,6 +127,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.accuracy", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--runs", nargs="+", required=True, metavar="FILE", help=".jsonl or .jsonl.gz files of measured runs")
     parser.add_argument("--by", default="source", help=f"comma-separated: {', '.join(LABELS)}")
+    add_flags(parser)
     parser.add_argument("--rows", action="store_true", help="a line a row instead of the summary")
     parser.add_argument("--json", action="store_true", help="one line of JSON (the default output is indented)")
     options = parser.parse_args(argv)
@@ -133,6 +135,7 @@ def main(argv: list[str] | None = None) -> int:
     if set(by) - set(LABELS):
         parser.error(f"--by takes {', '.join(LABELS)}")
     priced, refused = price_rows(read_rows(options.runs))
+    priced = calibrate_and_rest(priced, options.calibrate_on, options.seed)
     if options.rows:
         sys.stdout.write("".join(f"{line(item)}\n" for item in priced))
         return 0

@@ -35,9 +35,13 @@ def measured_gib(value: float, unit: str | None) -> float:
 
 def predicted_bytes(estimate: Estimate, engine: Engine, kind: tuple[str, str]) -> float:
     """The estimate's peak of that class on that rank."""
-    name, which = kind
-    stages = {"last": estimate.stages[-1:], "first": estimate.stages[:1]}.get(which, estimate.stages)
-    return max(_bytes(stage, engine, name) for stage in stages)
+    return _bytes(stage_of(estimate, engine, kind), engine, kind[0])
+
+
+def stage_of(estimate: Estimate, engine: Engine, kind: tuple[str, str]) -> StageMemory:
+    """The rank that the kind means."""
+    stages = {"last": estimate.stages[-1:], "first": estimate.stages[:1]}.get(kind[1], estimate.stages)
+    return max(stages, key=lambda stage: _bytes(stage, engine, kind[0]))
 
 
 def _bytes(stage: StageMemory, engine: Engine, name: str) -> float:

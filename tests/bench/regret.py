@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from tests.bench.calibrated import add_flags, calibrate_and_rest
 from tests.bench.price import Priced, price_rows
 from tests.bench.runs import measured_step_s, read_rows
 from tests.bench.stats import quantile, spearman
@@ -68,10 +69,12 @@ def main(argv: list[str] | None = None) -> int:
     """Command line entry."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.regret", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--runs", nargs="+", required=True, metavar="FILE", help=".jsonl or .jsonl.gz files of measured runs")
+    add_flags(parser)
     parser.add_argument("--rows", action="store_true", help="a line a group: regret, Spearman, picked and best run")
     parser.add_argument("--json", action="store_true", help="one line of JSON (the default output is indented)")
     options = parser.parse_args(argv)
     priced, _ = price_rows(read_rows(options.runs))
+    priced = calibrate_and_rest(priced, options.calibrate_on, options.seed)
     if options.rows:
         for group, plans in groups_of(priced).items():
             picked, _ = min(plans, key=lambda plan: (not plan[0].estimate.fits, plan[0].estimate.step_s))

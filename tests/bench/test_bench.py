@@ -217,3 +217,19 @@ def test_statistics():
     assert quantile([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0], 0.9) == 9.0
     assert spearman([1.0, 2.0, 3.0], [10.0, 20.0, 15.0]) == pytest.approx(0.5)
     assert spearman([1.0, 1.0], [1.0, 2.0]) is None
+
+
+def test_calibration_is_fitted_on_some_rows_and_scored_on_the_others(tmp_path, capsys):
+    plans = [{"tp": tp, "dp": 8 // tp} for tp in (1, 2, 4, 8)]
+    rows = []
+    for index, plan in enumerate((*plans, *plans, *plans)):
+        one = row(str(index), plan=plan, job={"global_batch": 32 * (1 + index // 4)})
+        rows.append(one | {"measured": one["measured"] | {"step_time_s": 1.5 * Pricer().price(one).estimate.step_s}})
+    path = written(tmp_path, rows)
+    results = []
+    for flags in ([], ["--calibrate-on", "6", "--seed", "1"]):
+        accuracy.main(["--runs", path, "--json", *flags])
+        results.append(json.loads(capsys.readouterr().out))
+    assert [result["time"]["n"] for result in results] == [12, 6]
+    assert results[0]["time"]["median"] == pytest.approx(1 / 3)
+    assert results[1]["time"]["median"] < 0.1
