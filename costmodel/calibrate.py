@@ -8,12 +8,12 @@ busy = c + k + copies + host, the calibrated step is
 (`calibrated` applies it to an Estimate; the bubble scales with what fills the slots.) Memory: tensors' = memory_frac x tensors + offset.
 
     constant            meaning                                                         prior (median, log sd)
-    compute_frac        kernels slower than the tables: clocks, unfused or missing kernels1, 0.25
+    compute_frac        kernels slower than the tables: clocks, unfused or missing       1, 0.25
     communication_frac  links and protocol slower than the tables                       1, 0.5
     exposed_frac        share of hidden traffic that delays compute after all           0.03, 1.5
     overhead_s          per step: logging, data, synchronisation                        2 ms, 1.5
-    memory_frac         allocator fragmentation and copies nobody lists                 1, 0.1
-    offset_bytes        what the context holds beyond the engine's figure               0, sd 1 GiB (not in log)
+    memory_frac         tensors that nobody lists, in proportion                        1, 0.1
+    offset_bytes        workspaces of libraries that nobody lists                       0, sd 1 GiB (not in log)
 
 Fit: Gauss-Newton with damping on log(predicted / measured), noise sd NOISE_FRAC, Huber weights beyond 1.5 sd (runs repeat within 5-25 % and some hang), plus
 the priors above: with few runs a constant that they do not determine stays at its prior. numpy only; deterministic.
@@ -36,7 +36,6 @@ Array = NDArray[np.float64]
 NOISE_FRAC = 0.05
 HUBER = 1.5
 GIB = 2.0**30
-NOT_TENSORS = ("communicators", "framework")
 # (prior median, prior sd of the logarithm): compute_frac, communication_frac, exposed_frac, overhead_s
 TIME_PRIORS = ((1.0, 0.25), (1.0, 0.5), (0.03, 1.5), (2e-3, 1.5))
 MEMORY_FACTOR_SD, OFFSET_SD_BYTES = 0.1, 1.0 * GIB
@@ -62,7 +61,8 @@ class Calibration:
 
 
 def calibrate(engine: str, steps: Sequence[tuple[Estimate, float]], peaks: Sequence[tuple[float, float, float]]) -> Calibration:
-    """Fit to `steps` (estimate, measured seconds) and `peaks` (predicted bytes of tensors, predicted other bytes, measured bytes of both together).
+    """Fit to `steps` (estimate, measured seconds) and `peaks` (predicted bytes of tensors, predicted bytes that the
+    measurement counts besides, measured bytes of both).
 
     Raises InputError when there is nothing to fit or a measured figure is not positive.
     """
@@ -113,14 +113,10 @@ def calibrated(estimate: Estimate, calibration: Calibration) -> Estimate:
     )  # fmt: skip
 
 
-def tensor_bytes(stage: StageMemory) -> float:
-    """Bytes of tensors at the step's peak: everything but communicators and framework."""
-    return sum(line.amount for line in stage.classes if line.name not in NOT_TENSORS)
-
-
 def _stage(stage: StageMemory, calibration: Calibration) -> StageMemory:
-    extra = (calibration.memory_frac - 1.0) * tensor_bytes(stage) + calibration.offset_bytes
-    classes = tuple(replace(line, amount=line.amount + extra) if line.name == "framework" else line for line in stage.classes)
+    """More (or fewer) bytes of tensors at every peak; the class that names what runs need besides what they keep takes them."""
+    extra = (calibration.memory_frac - 1.0) * stage.allocated_bytes + calibration.offset_bytes
+    classes = tuple(replace(line, amount=line.amount + extra) if line.name == "recompute_workspace" else line for line in stage.classes)
     return replace(
         stage, classes=classes, init_peak_bytes=stage.init_peak_bytes + calibration.offset_bytes, step_peak_bytes=stage.step_peak_bytes + extra,
         optimizer_peak_bytes=stage.optimizer_peak_bytes + extra,

@@ -37,7 +37,7 @@ def memory_error(item: Priced) -> tuple[str, float] | None:
         return None
     kind = kind_of(measured.get("peak_memory_kind"))
     gib = measured_gib(measured["peak_memory_gib"], measured.get("peak_memory_unit"))
-    return ", ".join(kind), predicted_bytes(item.estimate, item.problem.engine, kind) / GIB / gib - 1.0
+    return ", ".join(kind), predicted_bytes(item.estimate, kind) / GIB / gib - 1.0
 
 
 def labels(item: Priced) -> dict[str, str]:

@@ -9,8 +9,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
-from costmodel.calibrate import Calibration, calibrate, calibrated, tensor_bytes
-from tests.bench.memory_kinds import kind_of, measured_gib, predicted_bytes, stage_of
+from costmodel.calibrate import Calibration, calibrate, calibrated
+from tests.bench.memory_kinds import kind_of, measured_gib, stage_bytes, stage_of
 from tests.bench.price import Priced
 from tests.bench.runs import measured_step_s
 
@@ -54,9 +54,8 @@ def fit(items: Sequence[Priced]) -> Calibration:
             steps.append((item.estimate, seconds))
         if use["memory"] and measured.get("peak_memory_gib"):
             kind = kind_of(measured.get("peak_memory_kind"))
-            predicted = predicted_bytes(item.estimate, item.problem.engine, kind)
-            tensors = min(predicted, tensor_bytes(stage_of(item.estimate, item.problem.engine, kind)))
-            peaks.append(
-                (tensors, predicted - tensors, measured_gib(measured["peak_memory_gib"], measured.get("peak_memory_unit")) * 2.0**30)
-            )
+            stage = stage_of(item.estimate, kind)
+            other = stage_bytes(stage, kind[0]) - stage.allocated_bytes
+            gib = measured_gib(measured["peak_memory_gib"], measured.get("peak_memory_unit"))
+            peaks.append((stage.allocated_bytes, other, gib * 2.0**30))
     return calibrate(items[0].problem.engine.name, steps, peaks)

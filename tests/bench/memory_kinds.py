@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 
-from costmodel.engine import Engine
 from costmodel.estimate import Estimate, StageMemory
 
 GB_PER_GIB = 1e9 / 2**30
@@ -33,22 +32,17 @@ def measured_gib(value: float, unit: str | None) -> float:
     return value * GB_PER_GIB if re.search(r"1e9|10\^9|10\*\*9|decimal", (unit or "").lower()) else value
 
 
-def predicted_bytes(estimate: Estimate, engine: Engine, kind: tuple[str, str]) -> float:
+def predicted_bytes(estimate: Estimate, kind: tuple[str, str]) -> float:
     """The estimate's peak of that class on that rank."""
-    return _bytes(stage_of(estimate, engine, kind), engine, kind[0])
+    return stage_bytes(stage_of(estimate, kind), kind[0])
 
 
-def stage_of(estimate: Estimate, engine: Engine, kind: tuple[str, str]) -> StageMemory:
+def stage_of(estimate: Estimate, kind: tuple[str, str]) -> StageMemory:
     """The rank that the kind means."""
     stages = {"last": estimate.stages[-1:], "first": estimate.stages[:1]}.get(kind[1], estimate.stages)
-    return max(stages, key=lambda stage: _bytes(stage, engine, kind[0]))
+    return max(stages, key=lambda stage: stage_bytes(stage, kind[0]))
 
 
-def _bytes(stage: StageMemory, engine: Engine, name: str) -> float:
-    if name == "device":
-        return stage.peak_bytes
-    classes = {line.name: line.amount for line in stage.classes}
-    outside = classes.get("communicators", 0.0) + min(engine.context_bytes, classes.get("framework", 0.0))
-    reserved = stage.peak_bytes - outside
-    tensors = reserved / (1.0 + engine.allocator_reserve_frac)
-    return reserved if name == "reserved" else tensors
+def stage_bytes(stage: StageMemory, name: str) -> float:
+    """The largest peak of one rank as that class; what a source does not state is taken as allocated."""
+    return {"device": stage.device_bytes, "reserved": stage.reserved_bytes}.get(name, stage.allocated_bytes)

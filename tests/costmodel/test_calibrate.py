@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from costmodel.calibrate import Calibration, calibrate, calibrated, tensor_bytes
+from costmodel.calibrate import Calibration, calibrate, calibrated
 from costmodel.errors import InputError
 from costmodel.estimate import MEMORY_CLASSES, TIME_CAUSES, Estimate, Line, StageMemory
 
@@ -81,7 +81,8 @@ def test_a_calibrated_estimate_adds_up():
     assert after.tokens_per_s * after.step_s == pytest.approx(before.tokens_per_s * before.step_s)
     assert after.mfu_frac < before.mfu_frac
     assert sum(line.amount for line in after.stages[0].classes) == pytest.approx(after.stages[0].step_peak_bytes)
-    assert after.peak_bytes == pytest.approx(before.peak_bytes + 0.1 * tensor_bytes(before.stages[0]) + GIB)
+    assert after.peak_bytes == pytest.approx(before.peak_bytes + 0.1 * before.stages[0].allocated_bytes + GIB)
+    assert after.stages[0].allocated_bytes == pytest.approx(1.1 * before.stages[0].allocated_bytes + GIB)
     assert after.notes
 
 
