@@ -153,3 +153,10 @@ def price_phase(works: tuple[Work, ...], machine: Machine) -> Phase:
 def price_block(block: BlockWork, machine: Machine) -> tuple[Phase, Phase]:
     """Forward, and backward with the recompute before it."""
     return price_phase(block.forward, machine), price_phase((*block.recompute, *block.backward), machine)
+
+
+def price_halves(block: BlockWork, machine: Machine) -> tuple[Phase, Phase]:
+    """Backward in two halves: gradients of the input, with the recompute before them, and gradients of the weights. A block without halves is all first."""
+    if not block.input_gradient and not block.weight_gradient:
+        return price_block(block, machine)[1], Phase()
+    return price_phase((*block.recompute, *block.input_gradient), machine), price_phase(block.weight_gradient, machine)

@@ -28,7 +28,9 @@ class Engine:
     ddp_bucket_copy: plain data parallelism keeps a second copy of the gradients in reduction buckets (DDP without gradient_as_bucket_view).
     bucket_elements, bucket_elements_per_rank: gradients (and ZeRO-1 parameters) travel in buckets of at least the first, or the second x data-parallel ranks
         (Megatron: 40 million, 1 million; DDP: 25 MiB); fully_shard goes block by block.
-    pipeline_buffers: receive buffers are allocated for every micro-batch up front and stage outputs are kept until their backward (torch pipelining).
+    pipeline_buffers: stages run in torch.distributed.pipelining: receive buffers are allocated for every micro-batch up front and stage outputs are kept until
+        their backward; a split backward keeps all it saved until the weight gradients, and the first stage runs all of its backward there (torch 2.13 stage.py,
+        _backward.py: the graph is retained, and stage 0 skips stage_backward_input).
     attention_kernel: "native" runs the architecture's best fused attention (cuDNN, FlashAttention 3), "flash2" FlashAttention 2 everywhere.
     fused_optimizer: one kernel updates each group of weights; otherwise temporaries of all weights appear in the optimizer step.
     overlap_tensor_parallel: in backward, reductions of input gradients and repeated gathers of inputs run beside the weight and input gradient matmuls.
@@ -77,6 +79,8 @@ class Engine:
 
 
 _SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b")
+# Any list of actions runs from a table (pipeline_parallel_schedule_csv).
+_TABLES = (*_SCHEDULES, "breadth_first", "zb_h1", "zb_h2", "zbv", "v_half", "v_min", "dualpipev")
 _RECOMPUTE = ("none", "selective", "full", "first_k")
 
 ENGINES: tuple[Engine, ...] = (
@@ -134,7 +138,7 @@ ENGINES: tuple[Engine, ...] = (
         recompute_stops_early=False,
         selective_recompute="keep_matmuls",
         zero_stages=(0, 2, 3),
-        schedules=_SCHEDULES,
+        schedules=_TABLES,
         recompute=("none", "selective", "full"),
         supports_uneven_stages=True,
         supports_cp=True,

@@ -114,7 +114,8 @@ def _rank_memory(step: StepWork, engine: Engine, pool: NodePool, rank: int, orde
     stages = [stage for stage in step.stages if stage.rank_index == rank]
     blocks, cpu = _blocks(step, rank), pool.device.kind == "cpu"
     held = _held(step, engine, blocks, rank, cpu)
-    activations, live = peak_in_flight(order, {stage.stage_index: _saved(stage) for stage in stages})
+    saved_bytes = {stage.stage_index: _saved(stage) for stage in stages}
+    activations, live = peak_in_flight(order, saved_bytes, {stage.stage_index: _until_weights(stage, engine) for stage in stages})
     moment = max((point for stage in stages for point in _moments(stage, blocks, held, step, engine)), key=lambda point: point.total_bytes)
     boundaries = sum(_boundary_bytes(stage, step, engine, live.full[stage.stage_index]) for stage in stages)
     states = 0.0 if step.offload_optimizer else held.states_bytes
@@ -158,6 +159,21 @@ def _reduced_bytes(held: Held, step: StepWork, engine: Engine, blocks: Runs) -> 
 
 def _saved(stage: StageWork) -> float:
     return sum(block.saved_bytes * repeat for block, repeat in stage.blocks)
+
+
+def all_backward_in_w(stage: StageWork, engine: Engine) -> bool:
+    """Whether a split backward of `stage` does nothing for I and everything for W: torch's first stage, which sends no input gradient."""
+    return engine.pipeline_buffers and stage.stage_index == 0
+
+
+def _until_weights(stage: StageWork, engine: Engine) -> float:
+    """Bytes one micro-batch holds between I and W of a split backward: what the weight gradients read, or with torch, whose I retains the autograd graph,
+    everything saved and the gradients that I left for W."""
+    if all_backward_in_w(stage, engine):
+        return _saved(stage) + stage.blocks[-1][0].output_bytes
+    kept = sum(block.weight_inputs_bytes * repeat for block, repeat in stage.blocks)
+    more = sum((block.saved_bytes - block.weight_saved_bytes) * repeat for block, repeat in stage.blocks)
+    return kept + (more if engine.pipeline_buffers else 0.0)
 
 
 def _moments(stage: StageWork, blocks: Runs, held: Held, step: StepWork, engine: Engine) -> Iterator[Moment]:

@@ -31,19 +31,35 @@ from costmodel.schedules.in_flight import InFlight, peak_in_flight
 from costmodel.schedules.looped import alternating, breadth_first, gpipe
 from costmodel.schedules.v_shaped import dual_pipe_v, zbv
 
-__all__ = ["SCHEDULES", "Action", "InFlight", "Order", "Orders", "actions", "check", "fewest", "peak_in_flight", "rank_of_stage", "rules"]
+__all__ = [
+    "SCHEDULES",
+    "Action",
+    "InFlight",
+    "Order",
+    "Orders",
+    "actions",
+    "check",
+    "fewest",
+    "peak_in_flight",
+    "problem",
+    "rank_of_stage",
+    "rules",
+]
+
+
+ANY = 2**31
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """What a schedule needs. chunks: model chunks per rank it runs, 0 for any number. v_shaped: stages go down the ranks and up again.
+    """What a schedule needs. chunks: (fewest, most) model chunks per rank. v_shaped: stages go down the ranks and up again.
 
     splits_backward: has I and W. in_rounds: with several chunks, micro-batches in multiples of pp. fills: at least one micro-batch a stage.
     whole: keeps every micro-batch until the last forward, so that its lists have no repeating middle.
     """
 
     name: str
-    chunks: int = 1
+    chunks: tuple[int, int] = (1, 1)
     v_shaped: bool = False
     splits_backward: bool = False
     in_rounds: bool = False
@@ -55,14 +71,14 @@ SCHEDULES = (
     Rules(name="none"),
     Rules(name="gpipe", whole=True),
     Rules(name="1f1b"),
-    Rules(name="interleaved_1f1b", chunks=0, in_rounds=True),
-    Rules(name="breadth_first", chunks=0, whole=True),
-    Rules(name="zb_h1", chunks=0, in_rounds=True, splits_backward=True),
+    Rules(name="interleaved_1f1b", chunks=(2, ANY), in_rounds=True),
+    Rules(name="breadth_first", chunks=(2, ANY), whole=True),
+    Rules(name="zb_h1", chunks=(1, ANY), in_rounds=True, splits_backward=True),
     Rules(name="zb_h2", splits_backward=True),
-    Rules(name="zbv", chunks=2, v_shaped=True, splits_backward=True),
-    Rules(name="v_half", chunks=2, v_shaped=True, splits_backward=True),
-    Rules(name="v_min", chunks=2, v_shaped=True, splits_backward=True),
-    Rules(name="dualpipev", chunks=2, v_shaped=True, splits_backward=True, fills=True),
+    Rules(name="zbv", chunks=(2, 2), v_shaped=True, splits_backward=True),
+    Rules(name="v_half", chunks=(2, 2), v_shaped=True, splits_backward=True),
+    Rules(name="v_min", chunks=(2, 2), v_shaped=True, splits_backward=True),
+    Rules(name="dualpipev", chunks=(2, 2), v_shaped=True, splits_backward=True, fills=True),
 )
 
 
@@ -77,28 +93,29 @@ def rules(schedule: str) -> Rules:
 
 def check(schedule: str, *, pp: int, vpp: int, num_micro_batches: int) -> None:
     """Raise InputError when `schedule` cannot run with these numbers."""
+    refused = problem(schedule, pp=pp, vpp=vpp, num_micro_batches=num_micro_batches)
+    if refused is not None:
+        raise refused
+
+
+def problem(schedule: str, *, pp: int, vpp: int, num_micro_batches: int) -> InputError | None:
+    """Why `schedule` cannot run with these numbers, None when it can. Raises InputError for an unknown name."""
     needs = rules(schedule)
-    if needs.chunks and vpp != needs.chunks:
-        remedy = f"use vpp {needs.chunks}" + ("" if needs.chunks > 1 else " or interleaved_1f1b")
-        text = "one chunk" if needs.chunks == 1 else f"{needs.chunks} chunks"
-        raise InputError(f"{schedule} runs {text} per rank, not vpp {vpp}", where="Strategy.vpp", remedy=remedy)
-    if min(vpp, num_micro_batches, pp) < 1:
-        raise InputError(
-            f"pp {pp}, vpp {vpp}, {num_micro_batches} micro-batches", where="Strategy.schedule", remedy="give at least 1 of each"
-        )
-    remedy = "change the micro-batch, the global batch or pp, or use 1f1b"
+    fewest, most = needs.chunks
+    if not fewest <= vpp <= most:
+        text = "one chunk" if most == 1 else f"{fewest} chunks" if fewest == most else f"{fewest} or more chunks"
+        remedy = f"use vpp {fewest}" + ("" if most > 1 else ", or interleaved_1f1b")
+        return InputError(f"schedule {schedule} with {vpp} chunks a rank; it runs {text}", where="Strategy.vpp", remedy=remedy)
+    where, remedy = "Strategy.schedule", "change the micro-batch, the global batch or pp, or use 1f1b"
+    if min(num_micro_batches, pp) < 1:
+        return InputError(f"{num_micro_batches} micro-batches on pp {pp}", where=where, remedy="give at least 1 of each")
     if needs.in_rounds and vpp > 1 and num_micro_batches % pp:
-        raise InputError(
-            f"{schedule} needs micro-batches in multiples of pp: {num_micro_batches} is not a multiple of {pp}",
-            where="Strategy.schedule",
-            remedy=remedy,
-        )
+        what = f"{num_micro_batches} micro-batches are not a multiple of pp {pp}, as {schedule} needs"
+        return InputError(what, where=where, remedy=remedy)
     if needs.fills and num_micro_batches < pp * vpp:
-        raise InputError(
-            f"{schedule} needs a micro-batch a stage: {num_micro_batches} are fewer than {pp * vpp}",
-            where="Strategy.schedule",
-            remedy=remedy,
-        )
+        what = f"{num_micro_batches} micro-batches are fewer than {schedule} needs, one for each of {pp * vpp} stages"
+        return InputError(what, where=where, remedy=remedy)
+    return None
 
 
 def rank_of_stage(schedule: str, *, pp: int, vpp: int) -> tuple[int, ...]:

@@ -10,14 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from costmodel import schedule as schedules
-from costmodel.blocks import Amounts, Machine, Phase, price_block, total_phase
+from costmodel.blocks import Amounts, Machine, Phase, price_block, price_halves, total_phase
 from costmodel.collectives import collective_s
 from costmodel.compute import peak_flops
 from costmodel.engine import Engine
 from costmodel.errors import InputError
 from costmodel.estimate import Estimate, Line, StageMemory
 from costmodel.hardware import Cluster
-from costmodel.memory import host_bytes, stage_memories, usable_bytes
+from costmodel.memory import all_backward_in_w, host_bytes, stage_memories, usable_bytes
 from costmodel.mesh import Group
 from costmodel.optimizers import optimizer, step_bytes_per_element
 from costmodel.profiles import links
@@ -40,7 +40,7 @@ COMPILED_LAUNCH_FRAC = 0.5
 
 MODEL_FLOPS = "6 x active matmul parameters x tokens + attention as full square (PaLM), no recompute"
 
-Priced = dict[int, tuple[Phase, Phase, Traffic]]
+Priced = dict[int, tuple[Phase, Phase, tuple[Phase, Phase], Traffic]]
 
 
 Seconds = tuple[float, ...]
@@ -48,21 +48,19 @@ Seconds = tuple[float, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PricedStage:
-    """One stage priced: per micro-batch phases, their wall seconds, and per block (in execution order of its phase) compute, gather and reduction."""
+    """One stage priced. phases and wall_s by kind of action (F, B, I, W), per micro-batch; per block (in execution order of its phase) compute, gather and
+    reduction."""
 
-    forward: Phase
-    backward: Phase
-    forward_s: float
-    backward_s: float
+    phases: dict[str, Phase]
+    wall_s: dict[str, float]
     forward_blocks: Seconds
     backward_blocks: Seconds
     gathers: Seconds
     reduces: Seconds
 
-    @property
-    def host_s(self) -> float:
+    def host_s(self, kind: str) -> float:
         """Host-bound excess per micro-batch."""
-        return max(0.0, self.forward_s - self.forward.device_s) + max(0.0, self.backward_s - self.backward.device_s)
+        return max(0.0, self.wall_s[kind] - self.phases[kind].device_s)
 
 
 def estimate_step(step: StepWork, cluster: Cluster, engine: Engine) -> Estimate:
@@ -90,22 +88,30 @@ def estimate_step(step: StepWork, cluster: Cluster, engine: Engine) -> Estimate:
 
 
 def _price_chunk(stage: StageWork, step: StepWork, engine: Engine, machine: Machine, priced: Priced) -> PricedStage:
-    runs = []
+    runs, splits = [], schedules.rules(step.schedule).splits_backward
     for block, repeat in stage.blocks:
         if id(block) not in priced:
-            priced[id(block)] = (*price_block(block, machine), traffic(block.parameters, step, machine, engine))
+            halves = price_halves(block, machine) if splits else (Phase(), Phase())
+            priced[id(block)] = (*price_block(block, machine), halves, traffic(block.parameters, step, machine, engine))
         runs.append((priced[id(block)], repeat))
     one_by_one = [price for price, repeat in runs for _ in range(repeat)]
-    forward_blocks = tuple(forward.device_s for forward, _, _ in one_by_one)
-    backward_blocks = tuple(backward.device_s for _, backward, _ in reversed(one_by_one))
-    gathers = tuple(moved.gather_s for _, _, moved in one_by_one)
-    reduces = tuple(moved.reduce_s for _, _, moved in reversed(one_by_one))
+    forward_blocks = tuple(forward.device_s for forward, _, _, _ in one_by_one)
+    backward_blocks = tuple(backward.device_s for _, backward, _, _ in reversed(one_by_one))
+    gathers = tuple(moved.gather_s for _, _, _, moved in one_by_one)
+    reduces = tuple(moved.reduce_s for _, _, _, moved in reversed(one_by_one))
     sharded = _sharding_phases(forward_blocks, backward_blocks, gathers, reduces, step, engine)
     hops = _blocking_hops(stage, step, engine, machine)
-    forward = total_phase([*((price[0], repeat) for price, repeat in runs), (sharded[0], 1), (hops, 1)])
-    backward = total_phase([*((price[1], repeat) for price, repeat in runs), (sharded[1], 1), (hops, 1)])
+    phases = {
+        "F": total_phase([*((price[0], repeat) for price, repeat in runs), (sharded[0], 1), (hops, 1)]),
+        "B": total_phase([*((price[1], repeat) for price, repeat in runs), (sharded[1], 1), (hops, 1)]),
+    }
+    if splits and not all_backward_in_w(stage, engine):
+        phases["I"] = total_phase([*((price[2][0], repeat) for price, repeat in runs), (sharded[1], 1), (hops, 1)])
+        phases["W"] = total_phase((price[2][1], repeat) for price, repeat in runs)
+    else:
+        phases |= {"I": Phase(), "W": phases["B"]}
     return PricedStage(
-        forward=forward, backward=backward, forward_s=_wall_s(forward, step, engine, machine), backward_s=_wall_s(backward, step, engine, machine),
+        phases=phases, wall_s={kind: _wall_s(phase, step, engine, machine) for kind, phase in phases.items()},
         forward_blocks=forward_blocks, backward_blocks=backward_blocks, gathers=gathers, reduces=reduces,
     )  # fmt: skip
 
@@ -114,7 +120,7 @@ def _blocking_hops(stage: StageWork, step: StepWork, engine: Engine, machine: Ma
     """What a stage's transfers from and to its neighbours cost per micro-batch and direction when they run in line with its kernels."""
     if engine.overlap_pipeline or step.mesh.pp == 1:
         return Phase()
-    neighbours = (stage.stage_index > 0) + (stage.stage_index < len(step.stages) - 1)
+    neighbours = sum(abs(other.stage_index - stage.stage_index) == 1 and other.rank_index != stage.rank_index for other in step.stages)
     boundary = max(other.boundary_bytes for other in step.stages)
     return Phase(exposed=(("pp", neighbours * machine.collective_s("p2p", boundary, "pp")),))
 
@@ -154,6 +160,7 @@ class _Rank:
     index: int
     bubble_s: float
     pipeline_s: float
+    counts: dict[tuple[int, str], int]
     reduce_s: float
     reduce_hidden_s: float
     tied_s: float
@@ -161,10 +168,8 @@ class _Rank:
 
 
 def _critical_rank(step: StepWork, engine: Engine, machine: Machine, chunks: list[PricedStage], schedule: str) -> _Rank:
-    backward = tuple(chunk.backward_s for chunk in chunks)
-    seconds = StageSeconds(
-        forward_s=tuple(chunk.forward_s for chunk in chunks), backward_s=backward, input_s=backward, weight_s=(0.0,) * len(chunks)
-    )
+    by_kind = {kind: tuple(chunk.wall_s[kind] for chunk in chunks) for kind in "FBIW"}
+    seconds = StageSeconds(forward_s=by_kind["F"], backward_s=by_kind["B"], input_s=by_kind["I"], weight_s=by_kind["W"])
     numbers = {"pp": step.mesh.pp, "vpp": step.vpp, "num_micro_batches": step.num_micro_batches}
     ideal = run(schedule, seconds, **numbers)
     boundary = max(stage.boundary_bytes for stage in step.stages)
@@ -175,7 +180,8 @@ def _critical_rank(step: StepWork, engine: Engine, machine: Machine, chunks: lis
         mine = [chunk for chunk, stage in zip(chunks, step.stages, strict=True) if stage.rank_index == index]
         reduce_s, hidden = _step_traffic(mine, step, engine)
         ranks.append(_Rank(
-            index=index, bubble_s=ideal.idle_s[index], pipeline_s=max(0.0, actual.finish_s[index] - ideal.finish_s[index]), reduce_s=reduce_s,
+            index=index, counts=actual.counts,
+            bubble_s=ideal.idle_s[index], pipeline_s=max(0.0, actual.finish_s[index] - ideal.finish_s[index]), reduce_s=reduce_s,
             reduce_hidden_s=hidden, tied_s=_tied_s(step, machine, index), optimizer_s=_optimizer_s(step, engine, machine, index),
         ))  # fmt: skip
     return max(ranks, key=lambda rank: actual.finish_s[rank.index] + rank.reduce_s + rank.tied_s + rank.optimizer_s)
@@ -238,11 +244,14 @@ def _assemble(
     rank: _Rank,
     memories: tuple[StageMemory, ...],
 ) -> Estimate:
-    mine = [chunk for chunk, stage in zip(chunks, step.stages, strict=True) if stage.rank_index == rank.index]
-    host_s = sum(chunk.host_s for chunk in mine) * step.num_micro_batches
+    mine = [
+        (chunk, kind, rank.counts.get((stage.stage_index, kind), 0))
+        for chunk, stage in zip(chunks, step.stages, strict=True) if stage.rank_index == rank.index for kind in "FBIW"
+    ]  # fmt: skip
+    host_s = sum(chunk.host_s(kind) * times for chunk, kind, times in mine)
     once = (("pp", rank.pipeline_s + rank.tied_s), ("dp_shard" if step.zero_stage else "dp", rank.reduce_s))
     outside = Phase(exposed=tuple((axis, seconds) for axis, seconds in once if seconds > 0.0), hidden_s=rank.reduce_hidden_s)
-    phases = [(phase, step.num_micro_batches) for chunk in mine for phase in (chunk.forward, chunk.backward)]
+    phases = [(chunk.phases[kind], times) for chunk, kind, times in mine]
     total = total_phase([*phases, (outside, 1)])
     lines = (
         Line(name="compute", amount=total.compute_s, detail=f"{step.num_micro_batches} micro-batches on pipeline rank {rank.index}"),
@@ -256,7 +265,7 @@ def _assemble(
     devices, dtype = step.mesh.num_devices, step.compute_dtype
     peak = peak_flops(machine.pool.device, dtype)
     ranks_per_stage = devices / step.mesh.pp
-    flops = sum(chunk.forward.flops + chunk.backward.flops for chunk in chunks) * step.num_micro_batches * ranks_per_stage
+    flops = sum(chunk.phases[kind].flops for chunk in chunks for kind in "FB") * step.num_micro_batches * ranks_per_stage
     return Estimate(
         step_s=step_s,
         time=lines,

@@ -122,6 +122,8 @@ class BlockWork:
     (recompute and) backward beyond the saved bytes of this block and the incoming gradient; both by liveness over the block's nodes.
     `output_bytes`: what it hands to the next block; the incoming gradient of the backward has the same size.
     `logits` names the part of the head that deserves its own line.
+    `input_gradient` and `weight_gradient` are `backward` in two halves, for schedules that run them apart (empty where none was asked for). The second reads
+    `weight_inputs_bytes`, of which `weight_saved_bytes` are saved tensors and the rest gradients (or recomputed tensors) that the first leaves behind.
     """
 
     kind_id: str
@@ -136,6 +138,10 @@ class BlockWork:
     backward_peak_bytes: float = 0.0
     output_bytes: float = 0.0
     logits_bytes: float = 0.0
+    input_gradient: tuple[Work, ...] = ()
+    weight_gradient: tuple[Work, ...] = ()
+    weight_inputs_bytes: float = 0.0
+    weight_saved_bytes: float = 0.0
 
     @property
     def saved_bytes(self) -> float:

@@ -16,6 +16,7 @@ from planner.graph import Block, Node, Tensor
 from planner.liveness import peak_bytes
 from planner.recompute import Residency, residency
 from planner.siblings import merge_siblings
+from planner.split_backward import split_backward, weight_inputs
 from planner.sums import sum_partials_first
 
 
@@ -56,9 +57,10 @@ def program(block: Block, policy: str, division: Division, engine: Engine) -> Bl
 
 
 def block_work(
-    block: Block, policy: str, division: Division, engine: Engine, *, fp8: bool = False, tied: tuple[str, ...] = ()
+    block: Block, policy: str, division: Division, engine: Engine, *, fp8: bool = False, tied: tuple[str, ...] = (), halves: bool = False
 ) -> BlockWork:
-    """The work of a prepared block. `fp8`: linears of layers run in fp8. `tied`: names of parameters that another block counts."""
+    """The work of a prepared block. `fp8`: linears of layers run in fp8. `tied`: names of parameters that another block counts. `halves`: backward also in
+    halves (planner.split_backward)."""
     division = replace(division, routed=routed_tensors(block)) if division.ep > 1 else division
     tensors = {tensor.tensor_id: tensor for tensor in block.tensors}
     low = linears(block.nodes, tensors) if fp8 and block.role == "layer" else frozenset[str]()
@@ -67,6 +69,8 @@ def block_work(
     later = (*steps.recompute, *steps.backward)
     saved = _saved(steps.held, later, emitter, fp8_copies=engine.fused_kernels)
     forward_peak, backward_peak = _peaks(block, steps, saved, emitter)
+    of_input, of_weight = split_backward(steps.backward, block) if halves else ((), ())
+    read = [name for name in weight_inputs(of_weight) if not _is_parameter_like(emitter.tensors[base(name)])]
     return BlockWork(
         kind_id=block.kind_id,
         variant=policy,
@@ -80,6 +84,10 @@ def block_work(
         backward_peak_bytes=backward_peak,
         output_bytes=sum(emitter.size(name) for name in block.outputs if has_tokens(tensors[name])),
         logits_bytes=sum(amount for name, amount in saved.items() if "vocab" in tensors[base(name)].axes),
+        input_gradient=emitter.works(of_input),
+        weight_gradient=emitter.works(of_weight),
+        weight_inputs_bytes=sum(saved.get(name, emitter.size(name)) for name in read),
+        weight_saved_bytes=sum(saved.get(name, 0.0) for name in read),
     )
 
 

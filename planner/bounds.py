@@ -8,6 +8,7 @@ before it, and after its last backward the same micro-batch passes them back. So
 
 Over every split of a total T into pp ranks of one chunk each, the least value of the right side is T / (1 - (1 - 1/m)^pp): equality on all ranks makes
 T_r = T_0 (1 - 1/m)^r. With several chunks per rank the fill shrinks and m * T / pp remains                                    (split_bound_s)
+Where backward is split, weight gradients fill what the passing leaves: no fill counts.
 
 Without pricing any kernel, T is at least model flops over the peak of the fastest dtype that the job uses                   (ideal_s)
 
@@ -28,8 +29,8 @@ from planner.job import Job
 from planner.lower import storage_dtype
 
 
-def chunk_bound_s(chunks: Sequence[tuple[int, float]], num_micro_batches: int, extra_s: Sequence[float]) -> float:
-    """The largest over ranks of m * work + fill + extra, for chunks (rank, seconds of one micro-batch) in execution order."""
+def chunk_bound_s(chunks: Sequence[tuple[int, float]], num_micro_batches: int, extra_s: Sequence[float], *, fills: bool = True) -> float:
+    """The largest over ranks of m * work + fill + extra, for chunks (rank, seconds of one micro-batch) in execution order; no fill unless `fills`."""
     num_ranks = len(extra_s)
     work = [0.0] * num_ranks
     for rank, seconds in chunks:
@@ -37,7 +38,7 @@ def chunk_bound_s(chunks: Sequence[tuple[int, float]], num_micro_batches: int, e
     best = fill = 0.0
     for rank in range(num_ranks):
         best = max(best, num_micro_batches * work[rank] + fill + extra_s[rank])
-        fill += chunks[rank][1]
+        fill += chunks[rank][1] if fills else 0.0
     return best
 
 

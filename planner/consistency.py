@@ -7,6 +7,7 @@ from dataclasses import fields
 from costmodel.errors import InputError
 from costmodel.estimate import MEMORY_CLASSES, TIME_CAUSES
 from costmodel.mesh import Mesh
+from costmodel.schedule import problem, rank_of_stage
 from costmodel.work import DTYPE_BYTES
 from planner.plan import Plan
 
@@ -58,13 +59,13 @@ def _check_strategy(plan: Plan, where: str) -> None:
     if (strategy.schedule == "none") != (strategy.mesh.pp == 1):
         what = f"schedule {strategy.schedule!r} with pp {strategy.mesh.pp}"
         raise InputError(what, where=f"{where}: strategy.schedule", remedy='use "none" exactly when pp is 1')
-    if strategy.vpp > 1 and strategy.schedule != "interleaved_1f1b":
-        what = f"vpp {strategy.vpp} with schedule {strategy.schedule!r}"
-        raise InputError(what, where=f"{where}: strategy.vpp", remedy="use schedule interleaved_1f1b or vpp 1")
     try:
-        strategy.num_micro_batches(plan.job.global_batch)
+        num_micro_batches = strategy.num_micro_batches(plan.job.global_batch)
     except InputError as error:
         raise InputError(error.what, where=f"{where}: strategy.micro_batch", remedy=error.remedy) from None
+    refused = problem(strategy.schedule, pp=strategy.mesh.pp, vpp=strategy.vpp, num_micro_batches=num_micro_batches)
+    if refused is not None:
+        raise InputError(refused.what, where=f"{where}: {refused.where.replace('Strategy', 'strategy')}", remedy=refused.remedy)
 
 
 def _check_stages(plan: Plan, where: str) -> None:
@@ -72,13 +73,14 @@ def _check_stages(plan: Plan, where: str) -> None:
     if len(plan.stages) != chunks:
         what = f"{len(plan.stages)} stages for pp {plan.strategy.mesh.pp} x vpp {plan.strategy.vpp} = {chunks} chunks"
         raise InputError(what, where=f"{where}: stages", remedy="give one stage for each chunk")
+    ranks = rank_of_stage(plan.strategy.schedule, pp=plan.strategy.mesh.pp, vpp=plan.strategy.vpp)
     for i, stage in enumerate(plan.stages):
         if stage.stage_index != i:
             raise InputError(
                 f"stage_index is {stage.stage_index}", where=f"{where}: stages[{i}].stage_index", remedy=f"give {i}: stages are in order"
             )
-        if stage.rank_index != i % plan.strategy.mesh.pp:
-            remedy = f"chunk {i} sits on rank {i} modulo pp"
+        if stage.rank_index != ranks[i]:
+            remedy = f"chunk {i} of {plan.strategy.schedule} sits on rank {ranks[i]}"
             raise InputError(f"rank_index is {stage.rank_index}", where=f"{where}: stages[{i}].rank_index", remedy=remedy)
     paths = [path for stage in plan.stages for path in stage.layer_paths]
     if len(set(paths)) != len(paths):

@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from costmodel.engine import Engine
+from costmodel.schedule import rules
 from costmodel.work import BlockWork, StageWork, StepWork
 from planner.block_work import block_work, is_tied, prepare
 from planner.division import Division
@@ -111,7 +112,16 @@ def _model_flops(node: Node) -> float:
 
 def _stages(graph: Graph, job: Job, strategy: Strategy, engine: Engine, cache: LoweringCache) -> Iterator[StageWork]:
     division = division_of(graph, job, strategy)
-    key = ("stages", strategy.mesh.pp, strategy.vpp, strategy.stage_layers, strategy.recompute, strategy.recompute_layers, engine)
+    key = (
+        "stages",
+        strategy.mesh.pp,
+        strategy.vpp,
+        rules(strategy.schedule).v_shaped,
+        strategy.stage_layers,
+        strategy.recompute,
+        strategy.recompute_layers,
+        engine,
+    )
     if key not in cache.entries:
         cache.entries[key] = _stage_kinds(graph, strategy, engine)
     chunks = cache.entries[key]
@@ -183,7 +193,8 @@ def lower_block(
         "fused": engine.fused_kernels or strategy.compile,
     }
     shape = (block.kind_id, *form.values())
-    key = ("block", shape, policy, division, job.precision, engine)
+    halves = rules(strategy.schedule).splits_backward
+    key = ("block", shape, policy, division, job.precision, engine, halves)
     found = entries.get(key)
     if found is None:
         prepared = entries.get(("prepared", shape))
@@ -191,7 +202,7 @@ def lower_block(
             prepared = entries[("prepared", shape)] = prepare(block, **form)
         assert isinstance(prepared, Block)
         tied = _tied_names(cache)
-        found = entries[key] = block_work(prepared, policy, division, engine, fp8=job.precision == "fp8", tied=tied)
+        found = entries[key] = block_work(prepared, policy, division, engine, fp8=job.precision == "fp8", tied=tied, halves=halves)
     assert isinstance(found, BlockWork)
     return found
 

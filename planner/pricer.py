@@ -11,7 +11,7 @@ from costmodel.blocks import Machine, price_block
 from costmodel.estimate import Estimate, StageMemory
 from costmodel.memory import stage_memories, usable_bytes
 from costmodel.mesh import Mesh
-from costmodel.schedule import Orders, actions, fewest, peak_in_flight
+from costmodel.schedule import Orders, actions, fewest, peak_in_flight, rules
 from costmodel.simulate import COMPILED_LAUNCH_FRAC
 from costmodel.work import BlockWork, StepWork
 from planner.bounds import chunk_bound_s, ideal_s, split_bound_s, states_bytes
@@ -62,7 +62,7 @@ class GraphPricer:
         if tight:
             techniques = product(branch.options.sequence_parallel, branch.options.cp_kinds)
             total_s = min(self._total_s(branch, parallel, kind) for parallel, kind in techniques)
-        interleaved = any(vpp > 1 for _, vpp in branch.options.schedules)
+        interleaved = any(vpp > 1 or rules(name).splits_backward for name, vpp in branch.options.schedules)
         return split_bound_s(total_s, micro_batches, mesh.pp, interleaved=interleaved)
 
     def least_s(self, strategy: Strategy) -> float:
@@ -111,7 +111,7 @@ class GraphPricer:
             }
             found = self._steps[key] = Lowered(
                 step=step,
-                least_s=chunk_bound_s(chunks, step.num_micro_batches, (0.0,) * mesh.pp),
+                least_s=chunk_bound_s(chunks, step.num_micro_batches, (0.0,) * mesh.pp, fills=not rules(step.schedule).splits_backward),
                 saved_bytes=peak_in_flight(self._first_actions(step)[0], first)[0],
             )
         return found

@@ -20,6 +20,7 @@ from costmodel.engine import Engine
 from costmodel.errors import InputError
 from costmodel.hardware import Cluster
 from costmodel.mesh import Mesh
+from costmodel.schedule import problem, rules
 from planner.graph import TENSOR_PARALLEL_AXES, Graph
 from planner.job import Job
 from planner.restrict import Restrictions
@@ -243,7 +244,7 @@ class Space:
         options = Options(
             zero_stages=self._zero_stages(mesh),
             schedules=schedules,
-            recompute=tuple(tuple(self._recompute(mesh.pp * vpp)) for _, vpp in schedules),
+            recompute=tuple(tuple(self._recompute(name, mesh.pp * vpp)) for name, vpp in schedules),
             sequence_parallel=tuple(self._sequence_parallel(mesh)),
             cp_kinds=tuple(kind for kind in CP_KINDS[: 2 if self._all_to_all_fits(mesh) else 1] if mesh.cp == 1 or allows("cp_kind", kind)),
         )
@@ -275,12 +276,14 @@ class Space:
         return mesh.cp > 1 and all(size % (mesh.cp * mesh.tp) == 0 for size in heads)
 
     def _schedules(self, mesh: Mesh, num_micro_batches: int) -> Iterator[tuple[str, int]]:
-        """Schedules with their chunks per rank. 1F1B needs a micro-batch per stage; interleaving needs whole rounds of pp micro-batches."""
+        """Schedules with their chunks per rank, where they can run (costmodel.schedule.problem); torch's 1F1B needs a micro-batch per stage."""
         allows = self.restrictions.allows
         for name, vpp in self._all_schedules(mesh.pp):
-            enough = {"1f1b": num_micro_batches >= mesh.pp, "interleaved_1f1b": num_micro_batches % mesh.pp == 0}.get(name, True)
+            refused = problem(name, pp=mesh.pp, vpp=vpp, num_micro_batches=num_micro_batches)
+            enough = refused is None and (name != "1f1b" or num_micro_batches >= mesh.pp)
             even = self.engine.supports_uneven_stages or self.extents.num_layers % (mesh.pp * vpp) == 0
-            if enough and even and allows("schedule", name) and allows("vpp", vpp):
+            compiled = self.restrictions.values("compile") == (True,) and self.engine.pipeline_buffers and rules(name).splits_backward
+            if enough and even and not compiled and allows("schedule", name) and allows("vpp", vpp):
                 yield name, vpp
 
     def _all_schedules(self, pp: int) -> Iterator[tuple[str, int]]:
@@ -288,20 +291,22 @@ class Space:
             yield "none", 1
             return
         for name in self.engine.schedules:
-            if name != "interleaved_1f1b":
-                yield name, 1
-                continue
+            fewest, most = rules(name).chunks
             chunk_sizes = set()
-            for vpp in range(2, self.extents.num_layers // pp + 1):
+            for vpp in range(fewest, min(most, self.extents.num_layers // pp) + 1):
                 size = -(-self.extents.num_layers // (pp * vpp))
                 if size not in chunk_sizes:
                     chunk_sizes.add(size)
                     yield name, vpp
 
-    def _recompute(self, num_chunks: int) -> Iterator[tuple[str, int]]:
-        """(recompute, recompute_layers) in order of growing recompute; first_k stays below what "full" says."""
+    def _recompute(self, schedule: str, num_chunks: int) -> Iterator[tuple[str, int]]:
+        """(recompute, recompute_layers) in order of growing recompute; first_k stays below what "full" says.
+
+        None with a split backward of torch pipelining, which would recompute once for every group of weights (planner.validity).
+        """
         allows = self.restrictions.allows
-        for name in ("none", "selective", "first_k", "full"):
+        none_only = self.engine.pipeline_buffers and rules(schedule).splits_backward
+        for name in ("none",) if none_only else ("none", "selective", "first_k", "full"):
             if name not in self.engine.recompute or not allows("recompute", name):
                 continue
             counts = range(1, -(-self.extents.num_layers // num_chunks)) if name == "first_k" else (0,)

@@ -1,4 +1,4 @@
-"""Stages: the layer sequence cut into pp x vpp chunks, chunk s on pipeline rank s mod pp (looped placement, as interleaved schedules need).
+"""Stages: the layer sequence cut into pp x vpp chunks, each on the pipeline rank where its schedule wants it (looped or V-shaped, costmodel.schedule).
 
 Only places between layers of role "layer" are cut: what comes before the first one (embedding) stays with the first chunk, what comes
 after the last (head) with the last, an embedding in between (decoder side) with the layer that follows. `Strategy.stage_layers` may give the first and
@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 from costmodel.engine import Engine
 from costmodel.errors import InputError
+from costmodel.schedule import rank_of_stage
 from planner.graph import Graph
 from planner.plan import Stage
 from planner.strategy import Strategy
@@ -33,12 +34,13 @@ def split(graph: Graph, strategy: Strategy, engine: Engine) -> tuple[Stage, ...]
     counts = strategy.stage_layers or _default(graph, units, num_chunks, engine)
     _check_counts(counts, graph.num_layers, num_chunks, strategy, engine)
     before, units, after = _apart(units, graph)
+    ranks = rank_of_stage(strategy.schedule, pp=strategy.mesh.pp, vpp=strategy.vpp)
     stages, start = [], 0
     for index, count in enumerate(counts):
         paths = tuple(path for unit in units[start : start + count] for path in unit)
         paths = (before if index == 0 else ()) + paths + (after if index == num_chunks - 1 else ())
         recompute = {"full": count, "first_k": min(count, strategy.recompute_layers)}.get(strategy.recompute, 0)
-        stages.append(Stage(stage_index=index, rank_index=index % strategy.mesh.pp, layer_paths=paths, recompute_layers=recompute))
+        stages.append(Stage(stage_index=index, rank_index=ranks[index], layer_paths=paths, recompute_layers=recompute))
         start += count
     return tuple(stages)
 

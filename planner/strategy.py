@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from costmodel import schedule
 from costmodel.errors import InputError
 from costmodel.mesh import Mesh
 
-SCHEDULES = ("none", "gpipe", "1f1b", "interleaved_1f1b")
+SCHEDULES = tuple(rules.name for rules in schedule.SCHEDULES)
 RECOMPUTE = ("none", "selective", "full", "first_k")
 CP_KINDS = ("ring", "all_to_all")
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from costmodel import schedule as schedules
 from costmodel.engine import Engine
 from costmodel.errors import InputError
 from costmodel.hardware import Cluster
@@ -67,6 +68,14 @@ def _engine(strategy: Strategy, engine: Engine) -> Iterator[InputError]:
         if value not in known:
             text = ", ".join(map(str, known))
             yield InputError(f"{engine.name} cannot run {name} {value}", where=f"Strategy.{name}", remedy=f"use one of {text}")
+    if engine.pipeline_buffers and strategy.compile and schedules.rules(strategy.schedule).splits_backward:
+        remedy = "switch compile off, or use a schedule with full backwards"
+        yield InputError(f"torch cannot split the backward of compiled stages, as {strategy.schedule} needs", where="Strategy.compile", remedy=remedy)
+    if engine.pipeline_buffers and strategy.recompute != "none" and schedules.rules(strategy.schedule).splits_backward:
+        yield InputError(
+            f"{strategy.schedule} splits backward, and torch recomputes a block again for each group of its weights",
+            where="Strategy.recompute", remedy="use recompute none, or a schedule with full backwards",
+        )  # fmt: skip
     if mesh.cp > 1 and not engine.supports_cp:
         yield InputError(
             f"{engine.name} has no context parallelism (cp {mesh.cp})", where="Strategy.mesh.cp", remedy="use cp 1 or another engine"
@@ -166,20 +175,12 @@ def _pipeline(graph: Graph, job: Job, strategy: Strategy) -> Iterator[InputError
         remedy = 'use schedule "none"' if pp == 1 else "choose a pipeline schedule"
         yield InputError(f"schedule {schedule} with pp {pp}", where="Strategy.schedule", remedy=remedy)
         return
-    if (vpp > 1) != (schedule == "interleaved_1f1b"):
-        yield InputError(
-            f"schedule {schedule} with {vpp} chunks a rank", where="Strategy.vpp",
-            remedy="interleaved_1f1b needs vpp >= 2, every other schedule vpp 1",
-        )  # fmt: skip
-        return
     if pp * vpp > graph.num_layers and not strategy.stage_layers:
         yield InputError(
             f"{graph.num_layers} layers cannot fill pp {pp} x vpp {vpp} chunks", where="Strategy.mesh.pp", remedy="use fewer chunks"
         )
-    per_pass = strategy.micro_batch * strategy.mesh.dp
-    num_micro_batches = job.global_batch // per_pass
-    if schedule == "interleaved_1f1b" and num_micro_batches % pp:
-        yield InputError(
-            f"{num_micro_batches} micro-batches are not a multiple of pp {pp}, as interleaved_1f1b needs", where="Strategy.schedule",
-            remedy="change the micro-batch or use 1f1b",
-        )  # fmt: skip
+    refused = schedules.problem(
+        schedule, pp=pp, vpp=vpp, num_micro_batches=max(1, job.global_batch // (strategy.micro_batch * strategy.mesh.dp))
+    )
+    if refused is not None:
+        yield refused

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from costmodel.engine import engine
 from costmodel.errors import InputError
 from planner.plan import FORMAT_VERSION, Plan
 
 ZERO_STAGES = (0, 2, 3)
 PRECISIONS = ("bf16", "fp32")
+ENGINE_SCHEDULES = engine("torch").schedules
 
 
 def check_runnable(plan: Plan) -> None:
@@ -55,6 +57,12 @@ def _refusals(plan: Plan) -> tuple[tuple[bool, str, str, str], ...]:
             f"schedule {strategy.schedule!r} with pp {mesh.pp}",
             "Plan.strategy.schedule",
             replan,
+        ),
+        (
+            strategy.schedule not in ("none", *ENGINE_SCHEDULES),
+            f"schedule {strategy.schedule!r} does not run here",
+            "Plan.strategy.schedule",
+            f"use one of {', '.join(ENGINE_SCHEDULES)}, or plan for engine torchtitan and export it",
         ),
         (
             len(plan.stages) != mesh.pp * strategy.vpp,

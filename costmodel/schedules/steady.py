@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from costmodel.schedule import Order, Orders, actions, rank_of_stage, rules
-from costmodel.schedules.timeline import StageSeconds, Timeline, finish_times, simulate
+from costmodel.schedules.timeline import StageSeconds, Timeline, finish_times, simulate, timeline
 
 Times = npt.NDArray[np.float64]
 
@@ -48,13 +48,11 @@ def run(schedule: str, seconds: StageSeconds, *, pp: int, vpp: int, num_micro_ba
 
 
 def _extended(short: Orders, longer: Orders, ends: list[list[float]], seconds: StageSeconds, repetitions: int, shift_s: float) -> Timeline:
-    cost = seconds.by_kind()
-    busy = []
+    counts = []
     for few, more in zip(short, longer, strict=True):
-        counts, body = (Counter((stage, kind) for stage, kind, _ in order) for order in (few, more))
-        body.subtract(counts)
-        busy.append(sum((count + repetitions * body[stage, kind]) * cost[kind][stage] for (stage, kind), count in counts.items()))
-    return Timeline(finish_s=tuple(times[-1] + shift_s for times in ends), busy_s=tuple(busy))
+        once, twice = (Counter((stage, kind) for stage, kind, _ in order) for order in (few, more))
+        counts.append({key: times + repetitions * (twice[key] - times) for key, times in once.items()})
+    return timeline(tuple(times[-1] + shift_s for times in ends), counts, seconds)
 
 
 def _repetition(short: Orders, longer: Orders, ends: list[list[float]], period: int) -> tuple[int, float] | None:
@@ -116,7 +114,7 @@ def _depth(longer: Orders, cuts: list[int], lengths: list[int], period: int) -> 
 def _rows(schedule: str, seconds: StageSeconds, pp: int, vpp: int, num_micro_batches: int, p2p_s: float) -> Timeline:
     ranks = rank_of_stage(schedule, pp=pp, vpp=vpp)
     wait = p2p_s if pp > 1 else 0.0
-    clock, busy = [0.0] * pp, [0.0] * pp
+    clock = [0.0] * pp
     for kind, stages in (("F", range(pp * vpp)), ("B", reversed(range(pp * vpp)))):
         arrivals: Times = np.zeros(num_micro_batches)
         for stage in stages:
@@ -124,6 +122,6 @@ def _rows(schedule: str, seconds: StageSeconds, pp: int, vpp: int, num_micro_bat
             before = np.arange(num_micro_batches) * cost
             ends = np.maximum.accumulate(np.maximum(arrivals, clock[rank]) - before) + before + cost
             clock[rank] = float(ends[-1])
-            busy[rank] += cost * num_micro_batches
             arrivals = ends + wait
-    return Timeline(finish_s=tuple(clock), busy_s=tuple(busy))
+    counts = [{(stage, kind): num_micro_batches for stage, at in enumerate(ranks) if at == rank for kind in "FB"} for rank in range(pp)]
+    return timeline(tuple(clock), counts, seconds)

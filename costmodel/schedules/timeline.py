@@ -9,6 +9,8 @@ Sending occupies no rank. What depends on an earlier action of the same rank nee
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from costmodel.schedules.action import Orders
@@ -18,10 +20,14 @@ Seconds = tuple[float, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """finish_s and busy_s per rank; makespan_s is the last finish. Idle of a rank until the end is makespan_s - busy_s."""
+    """finish_s and busy_s per rank; makespan_s is the last finish. Idle of a rank until the end is makespan_s - busy_s.
+
+    `counts`: how often every (stage, kind) runs.
+    """
 
     finish_s: Seconds
     busy_s: Seconds
+    counts: dict[tuple[int, str], int]
 
     @property
     def makespan_s(self) -> float:
@@ -51,9 +57,15 @@ class StageSeconds:
 def simulate(orders: Orders, seconds: StageSeconds, *, p2p_s: float = 0.0) -> Timeline:
     """Run `orders`. Raises ValueError when they deadlock (a bug of the schedule, not of the user)."""
     ends = finish_times(orders, seconds, p2p_s=p2p_s)
+    counts = [Counter((stage, kind) for stage, kind, _ in order) for order in orders]
+    return timeline(tuple(times[-1] if times else 0.0 for times in ends), counts, seconds)
+
+
+def timeline(finish_s: Seconds, counts: Sequence[Mapping[tuple[int, str], int]], seconds: StageSeconds) -> Timeline:
+    """The timeline of ranks that end at `finish_s` after running each (stage, kind) `counts` times."""
     cost = seconds.by_kind()
-    busy = tuple(sum(cost[kind][stage] for stage, kind, _ in order) for order in orders)
-    return Timeline(finish_s=tuple(times[-1] if times else 0.0 for times in ends), busy_s=busy)
+    busy = tuple(sum(times * cost[kind][stage] for (stage, kind), times in rank.items()) for rank in counts)
+    return Timeline(finish_s=finish_s, busy_s=busy, counts={key: times for rank in counts for key, times in rank.items()})
 
 
 def finish_times(orders: Orders, seconds: StageSeconds, *, p2p_s: float = 0.0) -> list[list[float]]:

@@ -19,7 +19,7 @@ TIMES = st.sampled_from([0.0, 0.5, 1.0, 1.0, 1.0, 1.001, 1.5, 2.0])
 def cases(draw: st.DrawFn) -> tuple[str, dict[str, int], StageSeconds, float]:
     """A schedule longer than its short form, with stages that differ."""
     needs = rules(draw(st.sampled_from(NAMES)))
-    pp, vpp = draw(st.integers(2, 4)), needs.chunks or draw(st.integers(1, 3))
+    pp, vpp = draw(st.integers(2, 4)), draw(st.integers(needs.chunks[0], min(3, needs.chunks[1])))
     m = draw(st.integers(20, 110))
     if needs.in_rounds and vpp > 1:
         m -= m % pp
@@ -50,7 +50,7 @@ def test_plays_few_micro_batches_of_many(name: str, p2p_s: float, monkeypatch: p
         return actions(name, pp=pp, vpp=vpp, num_micro_batches=num_micro_batches)
 
     monkeypatch.setattr(steady, "actions", counted)
-    vpp = rules(name).chunks or 2
+    vpp = min(2, rules(name).chunks[1])
     n = 4 * vpp
     seconds = StageSeconds(
         forward_s=(1.0,) * (n - 1) + (1.3,), backward_s=(2.0,) * (n - 1) + (2.5,), input_s=(1.0,) * n, weight_s=(1.0,) * n

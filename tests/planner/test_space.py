@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from costmodel.errors import InputError
+from costmodel.schedule import problem, rules
 from planner.restrict import parse_restrictions
 from planner.space import Branch, Extents, Rejected, describe, divisors
 from tests.planner.samples import space
@@ -29,7 +30,8 @@ def test_members_are_valid_and_distinct(engine_name, num_experts):
         assert mesh.tp <= spanned.cluster.pool.fast_domain
         assert (strategy.schedule == "none") == (mesh.pp == 1)
         assert strategy.zero_stage in spanned.engine.zero_stages
-        assert (strategy.vpp > 1) == (strategy.schedule == "interleaved_1f1b")
+        assert problem(strategy.schedule, pp=mesh.pp, vpp=strategy.vpp, num_micro_batches=strategy.num_micro_batches(48)) is None
+        assert strategy.recompute == "none" or not (spanned.engine.pipeline_buffers and rules(strategy.schedule).splits_backward)
         assert mesh.pp * strategy.vpp <= 6
         assert not strategy.sequence_parallel or mesh.tp > 1
         strategy.num_micro_batches(48)
