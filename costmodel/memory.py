@@ -87,7 +87,8 @@ def _blocks(step: StepWork, rank: int) -> Runs:
 
 
 def _held(step: StepWork, engine: Engine, blocks: Runs, rank: int, cpu: bool) -> Held:
-    tied = step.tied_embedding_params if step.mesh.pp > 1 and rank == step.mesh.pp - 1 else 0.0
+    first, last = step.stages[0].rank_index, step.stages[-1].rank_index
+    tied = step.tied_embedding_params if rank == last != first else 0.0
 
     def elements(stage: int, *, trainable: bool = True) -> float:
         own = sum(local_elements(block.parameters, step, stage, trainable=trainable) * repeat for block, repeat in blocks)

@@ -205,11 +205,11 @@ def _step_traffic(chunks: list[PricedStage], step: StepWork, engine: Engine) -> 
 
 
 def _tied_s(step: StepWork, machine: Machine, index: int) -> float:
-    """Seconds of the all-reduce of a tied embedding's gradient between the first and the last rank."""
-    pp = step.mesh.pp
-    if pp == 1 or step.tied_embedding_params <= 0.0 or index not in (0, pp - 1):
+    """Seconds of the all-reduce of a tied embedding's gradient between the ranks of the first and the last stage (one rank in a V: nothing)."""
+    ends = step.stages[0].rank_index, step.stages[-1].rank_index
+    if ends[0] == ends[1] or step.tied_embedding_params <= 0.0 or index not in ends:
         return 0.0
-    apart = step.mesh.stride("pp") * (pp - 1)
+    apart = step.mesh.stride("pp") * abs(ends[1] - ends[0])
     pool = machine.pool
     group = Group(
         size=2, per_fast_domain=1 + (apart < pool.fast_domain), per_node=1 + (apart < pool.devices_per_node), stride=apart,

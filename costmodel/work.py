@@ -166,8 +166,9 @@ class StageWork:
 class StepWork:
     """Everything one optimizer step does, lowered. Times and memory of a step are functions of this, a Cluster and an Engine only.
 
-    `tied_embedding_params`: elements (after tp) of an embedding that the head shares. With pp > 1 the last rank holds a second copy and the two gradients are
-    summed; the head's own ParameterShard does not count it. `tokens_per_step` and `model_flops_per_step` are of the whole cluster.
+    `tied_embedding_params`: elements (after tp) of an embedding that the head shares. Where the last stage is on another rank than the first,
+    it holds a second copy and the two gradients are summed; the head's own ParameterShard does not count it.
+    `tokens_per_step` and `model_flops_per_step` are of the whole cluster.
     """
 
     stages: tuple[StageWork, ...]

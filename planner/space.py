@@ -282,7 +282,7 @@ class Space:
             refused = problem(name, pp=mesh.pp, vpp=vpp, num_micro_batches=num_micro_batches)
             enough = refused is None and (name != "1f1b" or num_micro_batches >= mesh.pp)
             even = self.engine.supports_uneven_stages or self.extents.num_layers % (mesh.pp * vpp) == 0
-            compiled = self.restrictions.values("compile") == (True,) and self.engine.pipeline_buffers and rules(name).splits_backward
+            compiled = self.restrictions.values("compile")[:1] == (True,) and self.engine.pipeline_buffers and rules(name).splits_backward
             if enough and even and not compiled and allows("schedule", name) and allows("vpp", vpp):
                 yield name, vpp
 

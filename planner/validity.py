@@ -70,7 +70,9 @@ def _engine(strategy: Strategy, engine: Engine) -> Iterator[InputError]:
             yield InputError(f"{engine.name} cannot run {name} {value}", where=f"Strategy.{name}", remedy=f"use one of {text}")
     if engine.pipeline_buffers and strategy.compile and schedules.rules(strategy.schedule).splits_backward:
         remedy = "switch compile off, or use a schedule with full backwards"
-        yield InputError(f"torch cannot split the backward of compiled stages, as {strategy.schedule} needs", where="Strategy.compile", remedy=remedy)
+        yield InputError(
+            f"torch cannot split the backward of compiled stages, as {strategy.schedule} needs", where="Strategy.compile", remedy=remedy
+        )
     if engine.pipeline_buffers and strategy.recompute != "none" and schedules.rules(strategy.schedule).splits_backward:
         yield InputError(
             f"{strategy.schedule} splits backward, and torch recomputes a block again for each group of its weights",

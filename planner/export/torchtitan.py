@@ -7,6 +7,7 @@ Facts read in torchtitan 0.3.0 and checked by a dry run on a fake process group:
 * seq_len must divide by tp x 2 cp; FlexAttention under cp needs the "ptrr" balancer (the default cannot
   shard its mask), whole mask blocks on every rank, and gathers K and V;
 * the default spmd_backend needs a newer torch than 2.13, "partial_dtensor" runs on both;
+* pipeline_parallel_schedule decides which rank holds which stage (V-shaped for ZBVZeroBubble and DualPipeV), pipeline_parallel_schedule_csv the order;
 * SelectiveAC drops every second matmul and there is no per-layer recompute: where the plan says otherwise the recipe carries a policy of its own;
 * the shipped recipes may add float8, compile or a chunked loss; this one builds on the bare model, so that it is what was priced.
 """
@@ -14,10 +15,13 @@ Facts read in torchtitan 0.3.0 and checked by a dry run on a fake process group:
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from textwrap import indent
 
 from costmodel.engine import engine
 from costmodel.errors import InputError
+from costmodel.schedule import actions
+from costmodel.schedules.table import to_csv
 from planner.export.facts import comment, common_losses, header, layers_per_stage, ranks, script, torchrun
 from planner.export.result import Exported, Loss
 from planner.export.torchtitan_models import Flavor, flavor_of
@@ -26,7 +30,13 @@ from planner.plan import Plan
 LAUNCHER = "torchtitan 0.3.0 on torch >= 2.13"
 MODULE = "autoplan_recipe"
 FLEX_BLOCK = 128  # rows of a FlexAttention mask block: _DEFAULT_SPARSE_BLOCK_SIZE of torch.nn.attention.flex_attention
-_SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved_1f1b": "Interleaved1F1B"}
+# torch's class for each schedule. Where torch has none of its own, the class names the placement of stages, and the actions come from a table.
+_SCHEDULES = {
+    "gpipe": "GPipe", "1f1b": "1F1B", "interleaved_1f1b": "Interleaved1F1B", "breadth_first": "LoopedBFS", "zb_h1": "InterleavedZeroBubble",
+    "zb_h2": "PipelineScheduleMulti", "zbv": "ZBVZeroBubble", "v_half": "ZBVZeroBubble", "v_min": "ZBVZeroBubble", "dualpipev": "DualPipeV",
+}  # fmt: skip
+_TABLES = ("zb_h2", "v_half", "v_min")
+TABLE = "schedule.csv"
 _ENVIRONMENT = (("PYTORCH_ALLOC_CONF", "expandable_segments:True"),)
 
 _RECIPE = '''{imports}
@@ -81,6 +91,13 @@ _CHOSEN_LAYERS = '''class ChosenLayers(FullAC):
 '''
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beside:
+    """The path of a file beside the recipe, wherever that is put."""
+
+    name: str
+
+
 def export_torchtitan(plan: Plan) -> Exported:
     """launch.sh and autoplan_recipe.py, whose `train` returns the Trainer.Config of the plan.
 
@@ -96,6 +113,7 @@ def export_torchtitan(plan: Plan) -> Exported:
     files = (
         ("launch.sh", script(top, _ENVIRONMENT, path, start)),
         (f"{MODULE}.py", comment(top) + recipe(plan, flavor)),
+        *_table(plan),
     )
     return Exported(target="torchtitan", files=files, losses=losses, command=command)
 
@@ -112,6 +130,15 @@ def recipe(plan: Plan, flavor: Flavor) -> str:
         activation_checkpoint=activation_checkpoint,
         compile=plan.strategy.compile,
     )
+
+
+def _table(plan: Plan) -> tuple[tuple[str, str], ...]:
+    """The actions of every pipeline rank, where torch has no class that makes them."""
+    strategy = plan.strategy
+    if strategy.schedule not in _TABLES:
+        return ()
+    numbers = {"pp": strategy.mesh.pp, "vpp": strategy.vpp, "num_micro_batches": strategy.num_micro_batches(plan.job.global_batch)}
+    return ((TABLE, to_csv(actions(strategy.schedule, **numbers))),)
 
 
 def module_names(counts: tuple[int, ...]) -> list[list[str]]:
@@ -160,6 +187,8 @@ def _parallelism(plan: Plan) -> tuple[tuple[str, object], ...]:
             ("pipeline_parallel_microbatch_size", strategy.micro_batch),
             ("module_fqns_per_model_part", module_names(layers_per_stage(plan))),
         ]
+        if strategy.schedule in _TABLES:
+            fields.append(("pipeline_parallel_schedule_csv", Beside(name=TABLE)))
     return tuple(fields)
 
 
@@ -214,14 +243,18 @@ def _imports(plan: Plan, flavor: Flavor, extra: tuple[str, ...]) -> str:
     }
     if plan.job.precision == "fp8":
         lines.add("from torchtitan.components.quantization import Float8LinearConverter")
-    standard = sorted(line for line in lines if line.startswith("from dataclasses"))
+    if plan.strategy.schedule in _TABLES:
+        lines.add("from pathlib import Path")
+    standard = sorted(line for line in lines if line.startswith(("from dataclasses", "from pathlib")))
     return "\n".join([*standard, *([""] if standard else []), *sorted(lines.difference(standard))])
 
 
 def _arguments(fields: tuple[tuple[str, object], ...]) -> str:
     lines = []
     for name, value in fields:
-        if isinstance(value, list):
+        if isinstance(value, Beside):
+            lines.append(f"{name}=str(Path(__file__).with_name({json.dumps(value.name)})),\n")
+        elif isinstance(value, list):
             rows = "".join(f"    {json.dumps(row)},\n" for row in value)
             lines.append(f"{name}=[\n{rows}],\n")
         else:
@@ -239,8 +272,8 @@ def _check(plan: Plan) -> None:
         raise InputError(what, where="Plan.job.seq_len", remedy="change the sequence length or cp")
     micro_batches = plan.strategy.num_micro_batches(job.global_batch)
     rounds = max(1, micro_batches // mesh.pp)
-    if plan.strategy.vpp > 1 and micro_batches % rounds:
-        what = f"Interleaved1F1B needs {micro_batches} micro-batches to divide into {rounds} rounds of about pp = {mesh.pp}"
+    if plan.strategy.schedule in ("interleaved_1f1b", "zb_h1") and micro_batches % rounds:
+        what = f"{_SCHEDULES[plan.strategy.schedule]} needs {micro_batches} micro-batches to divide into {rounds} rounds of about pp = {mesh.pp}"
         raise InputError(what, where="Plan.strategy.micro_batch", remedy="make the number of micro-batches a multiple of pp")
 
 

@@ -11,6 +11,8 @@ import pytest
 
 from costmodel.errors import InputError
 from costmodel.mesh import Mesh
+from costmodel.schedule import actions
+from costmodel.schedules.table import from_csv
 from planner.codec import plan_from_json
 from planner.export import TARGETS, Exported, export, write_exported
 from planner.export.megatron import pipeline_layout
@@ -169,6 +171,26 @@ def test_torchtitan_pipeline_batches():
     assert parallelism["pipeline_parallel_microbatch_size"] == 2
     assert parallelism["pipeline_parallel_schedule"] == "Interleaved1F1B"
     assert len(parallelism["module_fqns_per_model_part"]) == 8
+
+
+@pytest.mark.parametrize(
+    ("schedule", "vpp", "name", "table"),
+    [
+        ("breadth_first", 2, "LoopedBFS", False), ("zb_h1", 1, "InterleavedZeroBubble", False), ("zb_h2", 1, "PipelineScheduleMulti", True),
+        ("zbv", 2, "ZBVZeroBubble", False), ("v_half", 2, "ZBVZeroBubble", True), ("v_min", 2, "ZBVZeroBubble", True),
+        ("dualpipev", 2, "DualPipeV", False),
+    ],
+)  # fmt: skip
+def test_torchtitan_schedules(schedule, vpp, name, table):
+    """By torch's name where torch makes the same list, else from a table with as many rows as pipeline ranks."""
+    strategy = Strategy(mesh=Mesh(pp=4, dp_shard=2), zero_stage=3, schedule=schedule, vpp=vpp)
+    exported = export(sample_plan(LLAMA_8B, strategy, engine="torchtitan"), "torchtitan")
+    text = exported.text("autoplan_recipe.py")
+    assert f'pipeline_parallel_schedule="{name}"' in text
+    assert ("schedule.csv" in text) == table == ("schedule.csv" in dict(exported.files))
+    if table:
+        orders = from_csv(exported.text("schedule.csv"))
+        assert orders == actions(schedule, pp=4, vpp=vpp, num_micro_batches=32)
 
 
 def test_torchtitan_accumulation_without_pipeline():

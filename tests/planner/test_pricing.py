@@ -48,6 +48,45 @@ def test_lines_add_up(name: str, plan: Strategy):
     assert all(stage.peak_bytes >= sum(line.amount for line in stage.classes) * 0.5 for stage in estimate.stages)
 
 
+SPLIT = [("zb_h1", 1), ("zb_h1", 2), ("zb_h2", 1), ("zbv", 2), ("v_half", 2), ("v_min", 2), ("dualpipev", 2)]
+
+
+@pytest.mark.parametrize(("schedule", "vpp"), [*SPLIT, ("breadth_first", 2), ("breadth_first", 4)])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_lines_add_up_under_every_schedule(schedule: str, vpp: int, tp: int):
+    """The sum of the lines is the simulated step, whatever mix of B and I + W the critical rank runs; kernels do the same work as under 1F1B."""
+    plan = strategy(pp=4, dp=2 // tp, tp=tp, vpp=vpp, schedule=schedule, zero_stage=0)
+    estimate, base = _estimate(plan, "torchtitan"), _estimate(strategy(pp=4, dp=2 // tp, tp=tp, schedule="1f1b"), "torchtitan")
+    assert sum(line.amount for line in estimate.time) == pytest.approx(estimate.step_s)
+    assert estimate.hfu_frac * estimate.step_s == pytest.approx(base.hfu_frac * base.step_s)
+    assert all(line.amount >= 0.0 for line in estimate.time)
+    assert len(estimate.stages) == 4
+
+
+def test_schedules_trade_bubble_for_memory():
+    """Under Megatron's kernels: ZB-H1 is faster than 1F1B, V-Half and V-Min hold less than ZB-V, in this order."""
+    runtime = replace(MEGATRON, schedules=("1f1b", *dict(SPLIT)))
+    plans = {name: strategy(pp=8, vpp=vpp, schedule=name) for name, vpp in (("1f1b", 1), *SPLIT)}
+    found = {name: estimate_graph(LLAMA, NODE, replace(LLAMA_JOB, global_batch=32), plan, runtime) for name, plan in plans.items()}
+    bubbles = {name: next(line.amount for line in estimate.time if line.name == "bubble") for name, estimate in found.items()}
+    assert bubbles["zb_h1"] < 0.7 * bubbles["1f1b"]
+
+    def activations(name: str) -> float:
+        return max(line.amount for stage in found[name].stages for line in stage.classes if line.name == "activations")
+
+    assert activations("v_min") < activations("v_half") < activations("zbv") < activations("zb_h2")
+    assert activations("v_half") < 0.8 * activations("1f1b")
+
+
+def test_a_tied_embedding_of_a_v_is_one_copy():
+    graph = replace(GPT, tied=(("wte.weight", "lm_head.weight"),)) if not GPT.tied else GPT
+    runtime = replace(MEGATRON, schedules=("interleaved_1f1b", "zbv"))
+    plans = [strategy(pp=2, dp=4, vpp=2, schedule=name) for name in ("interleaved_1f1b", "zbv")]
+    found = [estimate_graph(graph, EIGHT, job(global_batch=16), plan, runtime) for plan in plans]
+    weights = [sum(line.amount for stage in one.stages for line in stage.classes if line.name == "parameters") for one in found]
+    assert weights[1] <= weights[0]
+
+
 def test_recompute_trades_time_for_memory():
     plans = {policy: _estimate(strategy(dp=8, zero_stage=3, recompute=policy), "torchtitan") for policy in ("none", "selective", "full")}
     assert plans["none"].step_s < plans["selective"].step_s < plans["full"].step_s
@@ -77,6 +116,9 @@ GPT = gpt(layers=6)
 EIGHT = parse_cluster("8xA100")
 MOE = replace(GPT, num_experts=4, top_k=2)
 REFUSALS = [
+    (GPT, strategy(pp=2, dp=4, schedule="zb_h1", recompute="full"), engine("torchtitan"), job(), "Strategy.recompute", "splits backward"),
+    (GPT, strategy(pp=2, dp=4, schedule="zb_h1", compile=True), engine("torchtitan"), job(), "Strategy.compile", "compiled stages"),
+    (GPT, strategy(pp=2, dp=4, schedule="zb_h1"), engine("torch"), job(), "Strategy.schedule", "torch cannot run schedule zb_h1"),
     (GPT, strategy(dp=4), MEGATRON, job(), "Strategy.mesh", "= 4 devices, but"),
     (GPT, strategy(dp=8, micro_batch=3), MEGATRON, job(), "Strategy.micro_batch", "global batch 16"),
     (GPT, strategy(dp=8), MEGATRON, job(precision="fp8"), "Job.precision", "no fp8"),
