@@ -28,8 +28,16 @@ def config_of(model: Row, arguments: Row, tp: int) -> dict[str, Any]:
             **common, "model_type": "qwen3_moe", "num_experts": moe["experts"], "num_experts_per_tok": moe["top_k"],
             "moe_intermediate_size": moe.get("moe_ffn_hidden") or model["ffn_hidden"], "head_dim": model.get("head_dim") or hidden // heads,
         }  # fmt: skip
-    if is_gated(model, arguments) or (model.get("kv_heads") or heads) != heads:
-        return {**common, "model_type": "llama", **({"head_dim": model["head_dim"]} if model.get("head_dim") else {})}
+    gated = is_gated(model, arguments)
+    if gated or (model.get("kv_heads") or heads) != heads:
+        # The graphs have no ungated feed-forward beside grouped queries: a gated one of as many weights (and flops) stands for it.
+        width = model["ffn_hidden"] if gated else max(1, round(model["ffn_hidden"] * 2 / 3 / tp)) * tp
+        return {
+            **common,
+            "intermediate_size": width,
+            "model_type": "llama",
+            **({"head_dim": model["head_dim"]} if model.get("head_dim") else {}),
+        }
     return {
         "model_type": "gpt2", "n_embd": hidden, "n_inner": model["ffn_hidden"], "n_layer": model["layers"], "n_head": heads,
         "vocab_size": vocab, "n_positions": model["seq_len"], "tie_word_embeddings": tied,

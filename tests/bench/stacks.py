@@ -26,7 +26,7 @@ class Stack:
 
 
 STACKS: tuple[Stack, ...] = (
-    Stack(words=("megatron-fsdp", "megatron_fsdp"), engines=("megatron_fsdp", "torchtitan"), sequence_parallel=True),
+    Stack(words=("megatron-fsdp", "megatron_fsdp"), engines=("megatron_fsdp", "megatron"), sequence_parallel=True),
     Stack(words=("torchtitan", "fsdp2"), engines=("torchtitan",), sequence_parallel=True),
     Stack(words=("nanotron",), engines=("nanotron", "megatron"), sequence_parallel=True, cut="cost"),
     Stack(words=("megatron-deepspeed", "megatron_deepspeed"), engines=("megatron_deepspeed", "megatron")),
@@ -54,10 +54,13 @@ def stack_of(row: Mapping[str, Any]) -> Stack:
 
 
 def engine_of(row: Mapping[str, Any], stack: Stack, zero_stage: int, schedule: str) -> Engine:
-    """The first candidate that can run `zero_stage`, as the row says it was run: a fork that ran a schedule can run it; overlap switches are the row's."""
+    """The first candidate that can run `zero_stage`, as the row says it was run: a fork that ran a schedule can run it, a stack that sharded further than its
+    engine does so as fully_shard does; overlap switches are the row's."""
     known = {engine.name: engine for engine in ENGINES}
-    candidates = [known[name] for name in (*stack.engines, *PLAIN.engines) if name in known]
+    candidates = [known[name] for name in stack.engines if name in known] or [known[name] for name in PLAIN.engines]
     engine = next((item for item in candidates if zero_stage in item.zero_stages), candidates[0])
+    if zero_stage not in engine.zero_stages:
+        engine = replace(engine, zero_stages=(*engine.zero_stages, zero_stage), fully_shard=engine.fully_shard or zero_stage >= 2)
     if schedule != "none" and schedule not in engine.schedules:
         engine = replace(engine, schedules=(*engine.schedules, schedule))
     return _overlaps(engine, row["plan"].get("overlap"))
