@@ -12,7 +12,7 @@ import pytest
 from tests.e2e.readme import README, refreshed
 
 ROOT = README.parent
-PAGES = sorted(path.relative_to(ROOT).as_posix() for pattern in ("*.md", "docs/*.md", "*/README.md") for path in ROOT.glob(pattern))
+PAGES = sorted(path.relative_to(ROOT).as_posix() for pattern in ("*.md", "docs/*.md", "[!.]*/README.md") for path in ROOT.glob(pattern))
 LINK = re.compile(r"\]\((?!https?://|#)([^)#\s]+)")
 
 
