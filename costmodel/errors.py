@@ -49,3 +49,10 @@ def shown(value: object) -> str:
         return reprlib.repr(value)
     except ValueError:  # an int of more digits than Python prints
         return f"this {type(value).__name__}"
+
+
+def require_whole(value: object, where: str, *, least: int | None = 1) -> None:
+    """Raise InputError unless `value` is an int (a bool is none) of at least `least`; `where` ends with the field's name."""
+    if not isinstance(value, int) or isinstance(value, bool) or (least is not None and value < least):
+        wanted = "a whole number" if least is None else "a positive whole number" if least == 1 else f"a whole number of at least {least}"
+        raise InputError(f"{where.rpartition('.')[2]} is {shown(value)}", where=where, remedy=f"give {wanted}")

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from costmodel.errors import require_whole
+
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 
@@ -28,7 +30,10 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mesh:
-    """Sizes of the parallel axes. Invariant: every size >= 1 and `ep` divides dp_shard * cp * tp."""
+    """Sizes of the parallel axes: whole numbers, else InputError.
+
+    Invariant, checked where a mesh is used: every size >= 1 and `ep` divides dp_shard * cp * tp.
+    """
 
     pp: int = 1
     dp_replicate: int = 1
@@ -36,6 +41,10 @@ class Mesh:
     cp: int = 1
     tp: int = 1
     ep: int = 1
+
+    def __post_init__(self) -> None:
+        for name in (*AXES, "ep"):
+            require_whole(getattr(self, name), f"Mesh.{name}", least=None)
 
     @property
     def num_devices(self) -> int:

@@ -181,7 +181,7 @@ def _critical_rank(step: StepWork, engine: Engine, machine: Machine, chunks: lis
         reduce_s, hidden = _step_traffic(mine, step, engine)
         ranks.append(_Rank(
             index=index, counts=actual.counts,
-            bubble_s=ideal.idle_s[index], pipeline_s=max(0.0, actual.finish_s[index] - ideal.finish_s[index]), reduce_s=reduce_s,
+            bubble_s=max(0.0, ideal.idle_s[index]), pipeline_s=max(0.0, actual.finish_s[index] - ideal.finish_s[index]), reduce_s=reduce_s,
             reduce_hidden_s=hidden, tied_s=_tied_s(step, machine, index), optimizer_s=_optimizer_s(step, engine, machine, index),
         ))  # fmt: skip
     return max(ranks, key=lambda rank: actual.finish_s[rank.index] + rank.reduce_s + rank.tied_s + rank.optimizer_s)

@@ -9,10 +9,11 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from io import StringIO
+from typing import NoReturn, TextIO
 
 from costmodel.errors import AutoplanError, InputError
-from planner.cli_output import Output
+from planner.cli_output import Output, OutputError
 
 EXAMPLES = """examples:
   autoplan plan llama3-8b 8xH100 --seq-len 8192 --global-batch 128
@@ -51,18 +52,35 @@ def build_parser() -> Parser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. Never raises for what a user can cause."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    output = Output.of(arguments, os.environ, sys.stdout, sys.stderr)
+    output = Output.of(arguments, os.environ, sys.stdout or _nowhere(), sys.stderr or _nowhere())
+    try:
+        return _typed(arguments, output)
+    except BrokenPipeError:
+        sys.stdout = _nowhere()  # the reader went away: let the interpreter flush into nothing
+        return 0
+    except OutputError as error:
+        sys.stdout = _nowhere()
+        output.complain(error)
+        return error.exit_code
+
+
+def _nowhere() -> TextIO:
+    """A stream that takes everything: for a closed stdout or stderr (None), and for one that went away."""
+    return StringIO()
+
+
+def _typed(arguments: list[str], output: Output) -> int:
+    """Run one command; every exception but those of stdout itself becomes an exit code."""
     try:
         return _run(arguments, output)
+    except (OutputError, BrokenPipeError):
+        raise
     except AutoplanError as error:
         output.error(error)
         return error.exit_code
     except KeyboardInterrupt:
         output.say("interrupted")
         return 130
-    except BrokenPipeError:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (the reader went away: let the interpreter flush into nothing)
-        return 0
     except SystemExit as leave:
         return leave.code if isinstance(leave.code, int) else 0
     except Exception as error:

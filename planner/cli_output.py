@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO
 
-from costmodel.errors import AutoplanError
+from costmodel.errors import AutoplanError, InputError
 from costmodel.units import format_seconds
 
 if TYPE_CHECKING:
@@ -19,6 +19,12 @@ if TYPE_CHECKING:
 
 ERROR_FORMAT = "autoplan/error"
 REPORT_TO = "please report it with the command and the traceback that -v prints"
+
+ASCII = str.maketrans("╭╮╰╯│─█░", "++++|-#.")
+
+
+class OutputError(InputError):
+    """stdout cannot take the answer (disk full, closed)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,17 +61,31 @@ class Output:
         from planner.render import TEXT_WIDTH, to_text
 
         width = shutil.get_terminal_size((TEXT_WIDTH, 24)).columns if self.stdout.isatty() else TEXT_WIDTH
-        self.stdout.write(to_text(renderable, width))
+        self.write(to_text(renderable, width))
 
     def write(self, text: str) -> None:
-        """Write text as it is."""
-        self.stdout.write(text)
+        """Write text; what the stream's encoding lacks is drawn in ASCII or escaped. Raises OutputError, or BrokenPipeError when the reader left."""
+        encoding = getattr(self.stdout, "encoding", None) or "utf-8"
+        if not _encodes(text, encoding):
+            text = text.translate(ASCII).encode(encoding, "backslashreplace").decode(encoding)
+        try:
+            self.stdout.write(text)
+            self.stdout.flush()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise OutputError(f"cannot write the answer ({error.strerror})", where="stdout", remedy="send it elsewhere") from None
+
+    def write_json(self, text: str) -> None:
+        """Write JSON text, which stays valid JSON in any encoding."""
+        plain = _encodes(text, getattr(self.stdout, "encoding", None) or "utf-8")
+        self.write(text if plain else "".join(char if char.isascii() else json.dumps(char)[1:-1] for char in text))
 
     def document(self, document: Mapping[str, Any]) -> None:
         """Print one JSON document."""
         from planner.codec import dumps
 
-        self.stdout.write(dumps(document))
+        self.write_json(dumps(document))
 
     def say(self, text: str) -> None:
         """A line on stderr, unless quiet."""
@@ -74,16 +94,18 @@ class Output:
 
     def error(self, error: AutoplanError) -> None:
         """What, where and what to change, on stderr; with --json also as the document."""
+        self.complain(error)
+        if self.as_json:
+            facts = {"what": error.what, "where": error.where, "remedy": error.remedy, "exit_code": error.exit_code}
+            self.document({"format": ERROR_FORMAT, "format_version": 1, **facts})
+        if self.verbose:
+            traceback.print_exception(error, file=self.stderr)
+
+    def complain(self, error: AutoplanError) -> None:
+        """What, where and what to change, on stderr."""
         lines = [f"error: {error.where}: {error.what}" if error.where else f"error: {error.what}"]
         lines += [f"  what helps: {error.remedy}"] if error.remedy else []
         print("\n".join(lines), file=self.stderr)
-        if self.as_json:
-            facts = {"what": error.what, "where": error.where, "remedy": error.remedy, "exit_code": error.exit_code}
-            self.stdout.write(
-                json.dumps({"format": ERROR_FORMAT, "format_version": 1, **facts}, sort_keys=True, indent=2, ensure_ascii=False) + "\n"
-            )
-        if self.verbose:
-            traceback.print_exception(error, file=self.stderr)
 
     def bug(self, error: Exception) -> None:
         """One line for what should not happen; the traceback with -v."""
@@ -107,3 +129,11 @@ class Output:
         """Clear the progress line."""
         if self.stderr.isatty() and not self.quiet:
             print("\r\x1b[2K", end="", file=self.stderr, flush=True)
+
+
+def _encodes(text: str, encoding: str) -> bool:
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -93,13 +93,13 @@ def run_plan(options: argparse.Namespace, output: Output) -> int:
 
 
 def _deliver(plan: Plan, options: argparse.Namespace, output: Output) -> None:
-    if options.output:
+    if options.output is not None:
         plan.save(options.output)
         output.say(f"wrote {options.output}")
     if options.json:
         from planner.codec import plan_to_json
 
-        output.write(plan_to_json(plan))
+        output.write_json(plan_to_json(plan))
         return
     if options.output and output.quiet:
         return
@@ -119,7 +119,7 @@ def run_estimate(options: argparse.Namespace, output: Output) -> int:
     problem = problem_from(options)
     strategy = strategy_from(options, problem.cluster.num_devices)
     estimate = GraphPricer(problem).estimate(strategy)
-    if options.output:
+    if options.output is not None:
         plan_of(problem, strategy).save(options.output)
         output.say(f"wrote {options.output}")
     if options.json:

@@ -50,7 +50,7 @@ def run_export(options: argparse.Namespace, output: Output) -> int:
     if exported.losses and not options.allow_loss:
         what = f"{options.to} cannot carry {len(exported.losses)} things: {'; '.join(map(str, exported.losses))}"
         raise LossyExportError(what, where=options.plan, remedy="accept it with --allow-loss")
-    written = write_exported(exported, options.output) if options.output else ()
+    written = write_exported(exported, options.output) if options.output is not None else ()
     for path in written:
         output.say(f"wrote {path}")
     if options.json:

@@ -161,17 +161,21 @@ def read_text(path: str | Path) -> str:
         raise InputError(f"cannot read it ({error.strerror})", where=str(path), remedy="check the path") from None
     except UnicodeDecodeError:
         raise InputError("not text (UTF-8)", where=str(path), remedy="give a JSON file") from None
+    except (TypeError, ValueError) as error:
+        raise InputError(f"not a path ({error})", where=repr(path), remedy="give the path of a file") from None
 
 
 def write_atomic(path: str | Path, text: str) -> None:
     """Write through a temporary file in the same folder and rename it, so that readers never see half a file. Raises InputError."""
-    target = Path(path)
     try:
+        target = Path(path)
         handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     except OSError as error:
         raise InputError(
             f"cannot write there ({error.strerror})", where=str(path), remedy="choose a folder that exists and is writable"
         ) from None
+    except (TypeError, ValueError) as error:
+        raise InputError(f"not a path ({error})", where=repr(path), remedy="give the path of a file") from None
     try:
         with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as stream:
             stream.write(text)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from costmodel.engine import Engine
 from costmodel.engine import engine as engine_of
-from costmodel.errors import UnprovenError
+from costmodel.errors import InputError, UnprovenError
 from costmodel.estimate import Estimate
 from costmodel.hardware import Cluster
 from costmodel.units import format_percent
@@ -27,6 +27,8 @@ from planner.strategy import Strategy
 
 if TYPE_CHECKING:
     from planner.problem import Model
+
+T = TypeVar("T")
 
 
 def autoplan(
@@ -92,11 +94,13 @@ def solve(
 
 def estimate(model: Model, cluster: Cluster | str, job: Job, strategy: Strategy, engine: Engine | str = "torch") -> Estimate:
     """Seconds and bytes of one step under a given strategy. Raises InputError when it cannot run; whether it fits is `Estimate.fits`."""
+    _a(strategy, Strategy, "strategy", "give a planner.Strategy")
     return GraphPricer(problem_of(model, cluster, job, _engine(engine))).estimate(strategy)
 
 
 def plan_for(model: Model, cluster: Cluster | str, job: Job, strategy: Strategy, engine: Engine | str = "torch") -> Plan:
     """The plan of a given strategy: nothing is searched, its proof says so. Raises InputError when it cannot run."""
+    _a(strategy, Strategy, "strategy", "give a planner.Strategy")
     return plan_of(problem_of(model, cluster, job, _engine(engine)), strategy)
 
 
@@ -112,7 +116,16 @@ def plan_of(problem: Problem, strategy: Strategy) -> Plan:
 
 
 def _engine(engine: Engine | str) -> Engine:
-    return engine_of(engine) if isinstance(engine, str) else engine
+    if isinstance(engine, Engine):
+        return engine
+    return engine_of(_a(engine, str, "engine", "give a name such as torch, or an Engine"))
+
+
+def _a(value: T, kind: type[T], where: str, remedy: str) -> T:
+    """`value`, if it is a `kind`. Raises InputError."""
+    if not isinstance(value, kind):
+        raise InputError(f"{type(value).__name__} is not a {kind.__name__}", where=where, remedy=remedy)
+    return value
 
 
 def _alternative(best: Priced, other: Priced) -> Alternative:

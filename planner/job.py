@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from costmodel.errors import InputError
+from costmodel.errors import InputError, require_whole
 
 PRECISIONS = ("bf16", "fp16", "fp32", "fp8")
+MOST = 10**9  # sequences per step or tokens per sequence: far beyond any run, small enough to search
 OPTIMIZERS = ("adamw", "sgd", "adamw_8bit")
 
 
@@ -27,12 +28,13 @@ class Job:
     def __post_init__(self) -> None:
         for name in ("global_batch", "seq_len"):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise InputError(f"{name} is {value!r}", where=f"Job.{name}", remedy="give a positive whole number")
+            require_whole(value, f"Job.{name}", least=1)
+            if value > MOST:
+                raise InputError(f"{name} is {value}", where=f"Job.{name}", remedy=f"give at most {MOST:,}")
         for name, known in (("precision", PRECISIONS), ("optimizer", OPTIMIZERS)):
             if getattr(self, name) not in known:
                 raise InputError(f"{name} is {getattr(self, name)!r}", where=f"Job.{name}", remedy=f"use one of {', '.join(known)}")
-        if not 0.0 <= self.dropout < 1.0:
+        if not isinstance(self.dropout, int | float) or isinstance(self.dropout, bool) or not 0.0 <= self.dropout < 1.0:
             raise InputError(f"dropout is {self.dropout!r}", where="Job.dropout", remedy="give a probability in [0, 1)")
 
     @property

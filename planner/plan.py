@@ -7,12 +7,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from costmodel.estimate import Estimate
 from costmodel.hardware import Cluster
 from planner.job import Job
 from planner.models.spec import ModelSpec
 from planner.strategy import Strategy
+
+if TYPE_CHECKING:
+    from planner.export.result import Exported
 
 FORMAT_VERSION = 1
 
@@ -116,6 +120,12 @@ class Plan:
         from planner.codec import save_plan
 
         save_plan(self, path)
+
+    def export(self, target: str) -> Exported:
+        """The plan as the files of a launcher, with what it cannot carry (planner.export). Raises InputError."""
+        from planner.export import export
+
+        return export(self, target)
 
     @staticmethod
     def load(path: str | Path) -> Plan:

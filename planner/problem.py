@@ -8,6 +8,7 @@ from os import PathLike
 from typing import TYPE_CHECKING
 
 from costmodel.engine import Engine
+from costmodel.errors import InputError
 from costmodel.hardware import Cluster
 from planner.graph import Graph
 from planner.job import Job
@@ -52,12 +53,18 @@ def problem_of(model: Model, cluster: Cluster | str, job: Job, engine: Engine) -
     An nn.Module is captured on fake tensors (torch is imported then); everything else never imports torch.
     """
     cluster = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
+    for value, kind, remedy in ((cluster, Cluster, "Cluster.parse(...) or its text, such as 8xH100"), (job, Job, "planner.Job")):
+        if not isinstance(value, kind):
+            raise InputError(f"{type(value).__name__} is not a {kind.__name__}", where=kind.__name__.lower(), remedy=f"give a {remedy}")
     if isinstance(model, Graph):
         return Problem(model=model.name, graph=model, cluster=cluster, job=job, engine=engine)
     if isinstance(model, str | PathLike | Mapping | ModelSpec):
         spec = resolve(model)
         graph = spec_graph(spec, batch=1, sequence=job.seq_len)
         return Problem(model=spec.name, graph=graph, cluster=cluster, job=job, engine=engine, spec=spec)
+    if isinstance(model, type) or not hasattr(model, "named_parameters"):
+        remedy = "give a name, a config.json or its folder, a ModelSpec, a Graph, or a built nn.Module"
+        raise InputError(f"{model!r:.60} is not a model", where="model", remedy=remedy)
     return capture_problem(model, cluster, job, engine)
 
 

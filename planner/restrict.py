@@ -80,14 +80,17 @@ class Restrictions:
         return ",".join(map(str, self.items))
 
 
-def parse_restrictions(text: str | Mapping[str, object] | None, where: str = "--fix") -> Restrictions:
+def parse_restrictions(text: object, where: str = "--fix") -> Restrictions:
     """Restrictions from text or a mapping. Raises InputError naming the term that cannot be read."""
     if text is None or text == "":
         return Restrictions()
     if isinstance(text, Mapping):
         terms = [_mapping_term(name, value) for name, value in text.items()]
-    else:
+    elif isinstance(text, str):
         terms = text.split(",")
+    else:
+        remedy = 'give text ("tp=8,pp<=4") or a mapping ({"tp": 8})'
+        raise InputError(f"{type(text).__name__} is neither text nor a mapping", where=where, remedy=remedy)
     items = tuple(_parse_term(term, where) for term in terms)
     for i, item in enumerate(items):
         clash = [other for other in items[:i] if other.name == item.name and other.operator == item.operator == "="]

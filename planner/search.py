@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from costmodel.errors import InputError
+from costmodel.errors import InputError, require_whole
 from costmodel.estimate import Estimate
 from costmodel.mesh import Mesh
 from costmodel.units import format_bytes
@@ -106,6 +106,13 @@ class Limits:
     keep: int = 4
     time_limit_s: float | None = None
     clock_s: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        for name in ("top_k", "keep"):
+            require_whole(getattr(self, name), f"search.{name}")
+        limit = self.time_limit_s
+        if limit is not None and not (isinstance(limit, int | float) and limit > 0):
+            raise InputError(f"time_limit_s is {limit!r}", where="search.time_limit_s", remedy="give a positive number of seconds, or None")
 
 
 class _Rejections:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from costmodel import schedule
-from costmodel.errors import InputError
+from costmodel.errors import InputError, require_whole
 from costmodel.mesh import Mesh
 
 SCHEDULES = tuple(rules.name for rules in schedule.SCHEDULES)
@@ -42,9 +42,20 @@ class Strategy:
             if getattr(self, name) not in known:
                 text = ", ".join(map(str, known))
                 raise InputError(f"{name} is {getattr(self, name)!r}", where=f"Strategy.{name}", remedy=f"use one of {text}")
-        for name in ("micro_batch", "vpp"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name} is {getattr(self, name)}", where=f"Strategy.{name}", remedy="give at least 1")
+        for name, least in (("micro_batch", 1), ("vpp", 1), ("zero_stage", 0), ("recompute_layers", 0)):
+            require_whole(getattr(self, name), f"Strategy.{name}", least=least)
+        for name in ("sequence_parallel", "flash_attention", "compile"):
+            if not isinstance(getattr(self, name), bool):
+                raise InputError(f"{name} is {getattr(self, name)!r}", where=f"Strategy.{name}", remedy="give True or False")
+        if not isinstance(self.stage_layers, tuple):
+            raise InputError(
+                f"stage_layers is {self.stage_layers!r}", where="Strategy.stage_layers", remedy="give a tuple of whole numbers"
+            )
+        for count in self.stage_layers:
+            require_whole(count, "Strategy.stage_layers", least=None)
+        if (self.recompute == "first_k") != bool(self.recompute_layers):
+            what = f"recompute {self.recompute} with recompute_layers {self.recompute_layers}"
+            raise InputError(what, where="Strategy.recompute_layers", remedy="give at least 1 with first_k and 0 otherwise")
 
     def num_micro_batches(self, global_batch: int) -> int:
         """Micro-batches each data-parallel rank runs per step. Raises InputError when the batch does not divide."""

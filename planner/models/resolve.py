@@ -78,6 +78,8 @@ def resolve(model: str | os.PathLike[str] | Mapping[str, object] | ModelSpec) ->
     row = _registry().get(_key(text)) if isinstance(model, str) else None
     if row is not None:
         return spec_from_config(row.config, row.name)
+    if not text.strip() or "\0" in text:
+        raise InputError(f"{text!r} names no model", where="model", remedy="give a name (`autoplan models`), or the path of a config.json")
     path = Path(text)
     path = path / "config.json" if path.is_dir() else path
     if path.is_file():

@@ -213,7 +213,9 @@ def test_torchtitan_zero_stages(zero_stage, degrees, reshard):
     ("recompute", "policy"), [("none", "None"), ("full", "FullAC"), ("selective", "KeepMatmuls"), ("first_k", "ChosenLayers")]
 )
 def test_torchtitan_recompute_policies(recompute, policy):
-    strategy = Strategy(mesh=Mesh(pp=2, dp_shard=4), zero_stage=3, schedule="1f1b", recompute=recompute, recompute_layers=3)
+    strategy = Strategy(
+        mesh=Mesh(pp=2, dp_shard=4), zero_stage=3, schedule="1f1b", recompute=recompute, recompute_layers=3 if recompute == "first_k" else 0
+    )
     exported = export(sample_plan(LLAMA_8B, strategy, engine="torchtitan"), "torchtitan")
     assert f"activation_checkpoint={policy}" in exported.text("autoplan_recipe.py")
     assert exported.losses == ()

@@ -124,7 +124,7 @@ REFUSALS = [
     (GPT, strategy(dp=8), MEGATRON, job(precision="fp8"), "Job.precision", "no fp8"),
     (GPT, strategy(dp=8, zero_stage=3), MEGATRON, job(), "Strategy.zero_stage", "megatron cannot run zero_stage 3"),
     (GPT, strategy(pp=2, dp=4, schedule="gpipe"), MEGATRON, job(), "Strategy.schedule", "gpipe"),
-    (GPT, strategy(dp=8, recompute="first_k"), TORCH, job(), "Strategy.recompute", "first_k"),
+    (GPT, strategy(dp=8, recompute="first_k", recompute_layers=1), TORCH, job(), "Strategy.recompute", "first_k"),
     (GPT, strategy(cp=8), engine("torch"), job(), "Strategy.mesh.cp", "cp 8"),
     (MOE, strategy(dp=8, ep=4), engine("torch"), job(), "Strategy.mesh.ep", "ep 4"),
     (replace(GPT, num_heads=12), strategy(tp=8), MEGATRON, job(), "Strategy.mesh.tp", "12 heads"),
