@@ -46,7 +46,6 @@ def trained(**strategy):
     [
         ({"recompute": "full"}, [True] * 3),
         ({"recompute": "first_k", "recompute_layers": 2}, [True, True, False]),
-        ({"recompute": "first_k"}, [False] * 3),
         ({"recompute": "selective"}, [True] * 3),
     ],
 )
