@@ -55,7 +55,8 @@ class Rules:
     """What a schedule needs. chunks: (fewest, most) model chunks per rank. v_shaped: stages go down the ranks and up again.
 
     splits_backward: has I and W. in_rounds: with several chunks, micro-batches in multiples of pp. fills: at least one micro-batch a stage.
-    whole: keeps every micro-batch until the last forward, so that its lists have no repeating middle.
+    whole: keeps every micro-batch until the last forward, so that its lists have no repeating middle. settles: after how many times pp micro-batches its
+    times repeat for stages as even as a model's (found by trying; costmodel.schedules.steady looks there first, whatever it finds is exact).
     """
 
     name: str
@@ -65,19 +66,20 @@ class Rules:
     in_rounds: bool = False
     fills: bool = False
     whole: bool = False
+    settles: int = 6
 
 
 SCHEDULES = (
     Rules(name="none"),
     Rules(name="gpipe", whole=True),
-    Rules(name="1f1b"),
+    Rules(name="1f1b", settles=2),
     Rules(name="interleaved_1f1b", chunks=(2, ANY), in_rounds=True),
     Rules(name="breadth_first", chunks=(2, ANY), whole=True),
-    Rules(name="zb_h1", chunks=(1, ANY), in_rounds=True, splits_backward=True),
-    Rules(name="zb_h2", splits_backward=True),
+    Rules(name="zb_h1", chunks=(1, ANY), in_rounds=True, splits_backward=True, settles=8),
+    Rules(name="zb_h2", splits_backward=True, settles=8),
     Rules(name="zbv", chunks=(2, 2), v_shaped=True, splits_backward=True),
-    Rules(name="v_half", chunks=(2, 2), v_shaped=True, splits_backward=True),
-    Rules(name="v_min", chunks=(2, 2), v_shaped=True, splits_backward=True),
+    Rules(name="v_half", chunks=(2, 2), v_shaped=True, splits_backward=True, settles=3),
+    Rules(name="v_min", chunks=(2, 2), v_shaped=True, splits_backward=True, settles=3),
     Rules(name="dualpipev", chunks=(2, 2), v_shaped=True, splits_backward=True, fills=True),
 )
 

@@ -21,7 +21,7 @@ from costmodel.memory import all_backward_in_w, host_bytes, stage_memories, usab
 from costmodel.mesh import Group
 from costmodel.optimizers import optimizer, step_bytes_per_element
 from costmodel.profiles import links
-from costmodel.schedules.steady import run
+from costmodel.schedules.steady import runs
 from costmodel.schedules.timeline import StageSeconds
 from costmodel.sharding import (
     Traffic,
@@ -170,11 +170,13 @@ class _Rank:
 def _critical_rank(step: StepWork, engine: Engine, machine: Machine, chunks: list[PricedStage], schedule: str) -> _Rank:
     by_kind = {kind: tuple(chunk.wall_s[kind] for chunk in chunks) for kind in "FBIW"}
     seconds = StageSeconds(forward_s=by_kind["F"], backward_s=by_kind["B"], input_s=by_kind["I"], weight_s=by_kind["W"])
-    numbers = {"pp": step.mesh.pp, "vpp": step.vpp, "num_micro_batches": step.num_micro_batches}
-    ideal = run(schedule, seconds, **numbers)
     boundary = max(stage.boundary_bytes for stage in step.stages)
     p2p_s = machine.collective_s("p2p", boundary, "pp")
-    actual = run(schedule, seconds, **numbers, p2p_s=p2p_s) if p2p_s else ideal
+    transfers_s = (0.0, p2p_s) if p2p_s else (0.0,)
+    timelines = runs(
+        schedule, seconds, pp=step.mesh.pp, vpp=step.vpp, num_micro_batches=step.num_micro_batches, transfers_s=transfers_s
+    )  # fmt: skip
+    ideal, actual = timelines[0], timelines[-1]
     ranks = []
     for index in range(step.mesh.pp):
         mine = [chunk for chunk, stage in zip(chunks, step.stages, strict=True) if stage.rank_index == index]

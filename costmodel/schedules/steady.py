@@ -13,6 +13,8 @@ gpipe and breadth_first have no such body, but each stage runs its micro-batches
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -26,25 +28,38 @@ Times = npt.NDArray[np.float64]
 TOLERANCE = 1e-11
 
 
-def run(schedule: str, seconds: StageSeconds, *, pp: int, vpp: int, num_micro_batches: int, p2p_s: float = 0.0) -> Timeline:
-    """`simulate(actions(schedule, ...), seconds)` without the cost of all its micro-batches, equal up to rounding. Raises InputError like `actions`."""
+def runs(
+    schedule: str, seconds: StageSeconds, *, pp: int, vpp: int, num_micro_batches: int, transfers_s: tuple[float, ...] = (0.0,)
+) -> tuple[Timeline, ...]:
+    """`simulate(actions(schedule, ...), seconds, p2p_s=...)` for each of `transfers_s` without the cost of all its micro-batches, equal up to rounding.
+
+    Raises InputError like `actions`.
+    """
+
+    @cache
+    def lists(count: int) -> Orders:
+        return actions(schedule, pp=pp, vpp=vpp, num_micro_batches=count)
+
     if rules(schedule).whole:
-        return _rows(schedule, seconds, pp, vpp, num_micro_batches, p2p_s)
+        return tuple(_rows(schedule, seconds, pp, vpp, num_micro_batches, p2p_s) for p2p_s in transfers_s)
     period = pp if rules(schedule).in_rounds and vpp > 1 else 1
-    few = max(4 * pp, 6 * period)
+    return tuple(_run(lists, rules(schedule).settles * pp, period, seconds, num_micro_batches, p2p_s) for p2p_s in transfers_s)
+
+
+def _run(lists: Callable[[int], Orders], few: int, period: int, seconds: StageSeconds, num_micro_batches: int, p2p_s: float) -> Timeline:
     while few + period < num_micro_batches:
-        short, longer = (actions(schedule, pp=pp, vpp=vpp, num_micro_batches=few + more) for more in (0, period))
+        short, longer = lists(few), lists(few + period)
         ends = finish_times(short, seconds, p2p_s=p2p_s)
         found = _repetition(short, longer, ends, period)
         if found is None:
-            few *= 2
+            few += -(-few // (2 * period)) * period
             continue
         count, shift_s = found
         times, rest = divmod((num_micro_batches - few) // period, count)
         if not rest:
             return _extended(short, longer, ends, seconds, times * count, times * shift_s)
         few += rest * period
-    return simulate(actions(schedule, pp=pp, vpp=vpp, num_micro_batches=num_micro_batches), seconds, p2p_s=p2p_s)
+    return simulate(lists(num_micro_batches), seconds, p2p_s=p2p_s)
 
 
 def _extended(short: Orders, longer: Orders, ends: list[list[float]], seconds: StageSeconds, repetitions: int, shift_s: float) -> Timeline:

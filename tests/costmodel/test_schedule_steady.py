@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from costmodel.schedule import SCHEDULES, actions, rules
 from costmodel.schedules import steady
-from costmodel.schedules.steady import run
+from costmodel.schedules.steady import runs
 from costmodel.schedules.timeline import StageSeconds, simulate
 
 NAMES = [item.name for item in SCHEDULES if item.name != "none"]
@@ -33,7 +33,7 @@ def cases(draw: st.DrawFn) -> tuple[str, dict[str, int], StageSeconds, float]:
 @settings(max_examples=200, deadline=None)
 def test_equals_the_full_simulation(case: tuple[str, dict[str, int], StageSeconds, float]) -> None:
     name, numbers, seconds, p2p_s = case
-    fast = run(name, seconds, **numbers, p2p_s=p2p_s)
+    (fast,) = runs(name, seconds, **numbers, transfers_s=(p2p_s,))
     full = simulate(actions(name, **numbers), seconds, p2p_s=p2p_s)
     assert fast.finish_s == pytest.approx(full.finish_s, rel=1e-9, abs=1e-12)
     assert fast.busy_s == pytest.approx(full.busy_s, rel=1e-9, abs=1e-12)
@@ -55,6 +55,6 @@ def test_plays_few_micro_batches_of_many(name: str, p2p_s: float, monkeypatch: p
     seconds = StageSeconds(
         forward_s=(1.0,) * (n - 1) + (1.3,), backward_s=(2.0,) * (n - 1) + (2.5,), input_s=(1.0,) * n, weight_s=(1.0,) * n
     )
-    result = run(name, seconds, pp=4, vpp=vpp, num_micro_batches=4096, p2p_s=p2p_s)
+    (result,) = runs(name, seconds, pp=4, vpp=vpp, num_micro_batches=4096, transfers_s=(p2p_s,))
     assert max(played, default=0) <= 300
     assert result.makespan_s > 4096 * 3.0
