@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -36,9 +35,12 @@ def runs(
     Raises InputError like `actions`.
     """
 
-    @cache
+    made: dict[int, Orders] = {}
+
     def lists(count: int) -> Orders:
-        return actions(schedule, pp=pp, vpp=vpp, num_micro_batches=count)
+        if count not in made:
+            made[count] = actions(schedule, pp=pp, vpp=vpp, num_micro_batches=count)
+        return made[count]
 
     if rules(schedule).whole:
         return tuple(_rows(schedule, seconds, pp, vpp, num_micro_batches, p2p_s) for p2p_s in transfers_s)

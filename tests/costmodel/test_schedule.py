@@ -116,6 +116,24 @@ def test_bubbles_of_the_zero_bubble_papers(pp: int) -> None:
     assert bubble("dualpipev", pp, 2, m) <= (pp - 1) * (1.0 + 2.0 * 2.0 - 3.0) / 2 + 1e-9
 
 
+@pytest.mark.parametrize(
+    ("times", "m", "one", "zero"),
+    [
+        ((18.522, 18.086, 9.337, 0.601), 24, 0.2431, 0.1585),
+        ((18.513, 18.086, 9.331, 0.626), 32, 0.1985, 0.1242),
+        ((18.546, 18.097, 9.321, 0.762), 64, 0.1240, 0.0674),
+        ((29.718, 29.444, 19.927, 0.527), 24, 0.2347, 0.1323),
+    ],
+)
+def test_published_bubble_rates(times: tuple[float, ...], m: int, one: float, zero: float) -> None:
+    """Qi et al. 2023, table 5: bubble rates of 1F1B and ZB-1p of the 1.5B and 6.2B models on 8 ranks, from its profiled milliseconds."""
+    forward, input, weight, transfer = times
+    for name, rate in (("1f1b", one), ("zb_h1", zero)):
+        run = play(name, 8, 1, m, forward=forward, input=input, weight=weight, p2p=transfer)
+        cost = max(finish - rank * (forward + transfer) for rank, finish in enumerate(run.finish_s))
+        assert 1.0 - m * (forward + input + weight) / cost == pytest.approx(rate, abs=5e-5)
+
+
 @pytest.mark.parametrize("pp", [2, 3, 4, 6, 8, 12, 16])
 def test_controllable_memory(pp: int) -> None:
     """Qi et al. 2024, with F = B = W: V-Half holds (p + 2)//2 and bubbles p/2m, V-Min (p + 4)//3 and 2p/3m of 3 m; our W may run half a micro-batch later."""
