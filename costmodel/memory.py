@@ -42,6 +42,7 @@ class Held:
     gradients_bytes: float
     states_bytes: float
     copies_bytes: float
+    library_bytes: float
     temporaries_bytes: float
 
 
@@ -107,8 +108,17 @@ def _held(step: StepWork, engine: Engine, blocks: Runs, rank: int, cpu: bool) ->
         gradients_bytes=elements(NEVER_SHARDED if whole else 2) * gradient,
         states_bytes=elements(1) * (optimizer(step.optimizer).state_bytes + master),
         copies_bytes=(elements(2) * gradient if ddp_copy else 0.0) + (layers * compute_bytes(step) if autocast else 0.0),
+        library_bytes=0.0 if cpu else _library_bytes(step, engine, blocks),
         temporaries_bytes=0.0 if engine.fused_optimizer else temporaries * 4.0,
     )
+
+
+def _library_bytes(step: StepWork, engine: Engine, blocks: Runs) -> float:
+    """What libraries keep in the allocator: workspaces, the gather buffer of sequence parallelism, placeholders of weight gradients."""
+    shapes = {item.name: item.num_bytes for block, _ in blocks if block.role == "layer" for item in block.weight_shapes}
+    hidden = max((block.output_bytes for block, _ in blocks if block.role == "layer"), default=0.0)
+    gathered = hidden * step.mesh.tp if engine.gather_buffer and step.sequence_parallel else 0.0
+    return engine.workspace_bytes + gathered + (sum(shapes.values()) if engine.weight_gradient_placeholders else 0.0)
 
 
 def _rank_memory(step: StepWork, engine: Engine, pool: NodePool, rank: int, order: tuple[Action, ...]) -> StageMemory:
@@ -123,11 +133,12 @@ def _rank_memory(step: StepWork, engine: Engine, pool: NodePool, rank: int, orde
     saved = max(0.0, activations + min(0.0, moment.workspace_bytes))
     workspace = max(0.0, moment.workspace_bytes)
     logits = min(max((block.logits_bytes for block, _ in blocks), default=0.0), saved)
+    copies = held.copies_bytes + held.library_bytes + boundaries
     tensors = (
-        held.parameters_bytes + moment.gradients_bytes + held.copies_bytes + states + saved + workspace + moment.gathered_bytes + boundaries
+        held.parameters_bytes + moment.gradients_bytes + copies + states + saved + workspace + moment.gathered_bytes
     )
     receive = sum(_boundary_bytes(stage, step, engine, 0) for stage in stages) if engine.pipeline_buffers else 0.0
-    update = held.parameters_bytes + _reduced_bytes(held, step, engine, blocks) + states + held.temporaries_bytes + receive
+    update = held.parameters_bytes + _reduced_bytes(held, step, engine, blocks) + states + held.temporaries_bytes + receive + held.library_bytes
     communicators = 0.0 if cpu else COMMUNICATOR_BYTES * _num_communicators(step)
     context = 0.0 if cpu else engine.context_bytes
     reserve = 0.0 if cpu else engine.allocator_reserve_frac * max(tensors, update)
@@ -139,7 +150,7 @@ def _rank_memory(step: StepWork, engine: Engine, pool: NodePool, rank: int, orde
         Line(name="activations", amount=saved - logits, detail=f"{live.total} micro-batches in flight"),
         Line(name="recompute_workspace", amount=workspace, detail="transient of the worst block: recompute, gradients of activations"),
         Line(name="logits", amount=logits, detail="kept by the head for its backward"),
-        Line(name="gather_buffers", amount=moment.gathered_bytes + held.copies_bytes + boundaries, detail="whole parameters, copies, stage boundaries"),
+        Line(name="gather_buffers", amount=moment.gathered_bytes + copies, detail="whole parameters, copies, stage boundaries, library workspaces"),
         Line(name="communicators", amount=communicators),
         Line(name="framework", amount=context, detail="context and libraries"),
         Line(name="reserve", amount=reserve, detail=f"{engine.allocator_reserve_frac:.0%} of the largest peak, held by the allocator"),
@@ -183,11 +194,14 @@ def _moments(stage: StageWork, blocks: Runs, held: Held, step: StepWork, engine:
     early = engine.flat_gradient_buffer or step.num_micro_batches > 1 or uses_torch_ddp(step, engine)
     total, before, unborn = _saved(stage), 0.0, 0.0
     for block, repeat in stage.blocks:
+        # Outside the layers nothing accumulates inside the matmul.
+        placeholders = engine.weight_gradient_placeholders and block.role == "layer"
         born = 0.0 if early else local_elements(block.parameters, step, 2, trainable=True) * size
         for index in sorted({1, repeat}):
             kept = before + block.saved_bytes * index
             forward = kept - block.saved_bytes + block.forward_peak_bytes - total
-            backward = kept + block.backward_peak_bytes + block.output_bytes - total
+            inside = block.accumulate_peak_bytes if early and not placeholders else block.backward_peak_bytes
+            backward = kept + inside + block.output_bytes - total
             alive = held.gradients_bytes - unborn - born * index if not early else held.gradients_bytes
             done = held.gradients_bytes if early else 0.0
             yield Moment(workspace_bytes=forward, gathered_bytes=_gathered(block, blocks, step, engine, False), gradients_bytes=done)

@@ -5,23 +5,27 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from costmodel.engine import Engine
-from costmodel.work import BlockWork, MemoryItem, ParameterShard
+from costmodel.work import DTYPE_BYTES, BlockWork, MemoryItem, ParameterShard
 from planner.attention import unfuse_attention
 from planner.division import Division, has_tokens, routed_tensors
 from planner.dropout import add_dropout
 from planner.emit import Emitter, linears
-from planner.exchange import Item, base, exchanger
+from planner.exchange import MATMULS, Item, base, exchanger
 from planner.fuse import fuse
 from planner.graph import Block, Node, Tensor
+from planner.lean import lean
 from planner.liveness import peak_bytes
+from planner.probabilities import keep_probabilities
 from planner.recompute import Residency, residency
 from planner.siblings import merge_siblings
 from planner.split_backward import split_backward, weight_inputs
 from planner.sums import sum_partials_first
 
 
-def prepare(block: Block, *, flash: bool, dropout: bool, merge: bool, fused: bool) -> Block:
-    """`block` as the engine's kernels run it, unsharded: attention, dropout, merged linears, fusion."""
+def prepare(
+    block: Block, *, flash: bool, dropout: bool, merge: bool, fused: bool, leaner: bool = False, probabilities: bool = False
+) -> Block:
+    """`block` as the engine's kernels run it, unsharded: attention, dropout, merged linears, fusion, what the loss keeps."""
     if not flash:
         block = unfuse_attention(block, dropout=dropout)
     if dropout:
@@ -29,7 +33,11 @@ def prepare(block: Block, *, flash: bool, dropout: bool, merge: bool, fused: boo
     block = sum_partials_first(block)
     if merge:
         block = merge_siblings(block)
-    return fuse(block) if fused else block
+    if fused:
+        block = fuse(block)
+    if leaner:
+        block = lean(block)
+    return keep_probabilities(block) if probabilities else block
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +76,7 @@ def block_work(
     steps = program(block, policy, division, engine)
     later = (*steps.recompute, *steps.backward)
     saved = _saved(steps.held, later, emitter, fp8_copies=engine.fused_kernels)
-    forward_peak, backward_peak = _peaks(block, steps, saved, emitter)
+    forward_peak, backward_peak, accumulate_peak = _peaks(block, steps, saved, emitter)
     of_input, of_weight = split_backward(steps.backward, block) if halves else ((), ())
     read = [name for name in weight_inputs(of_weight) if not _is_parameter_like(emitter.tensors[base(name)])]
     return BlockWork(
@@ -82,6 +90,8 @@ def block_work(
         saved=tuple(MemoryItem(name=name, num_bytes=amount) for name, amount in saved.items()),
         forward_peak_bytes=forward_peak,
         backward_peak_bytes=backward_peak,
+        accumulate_peak_bytes=accumulate_peak,
+        weight_shapes=_weight_shapes(steps.backward, emitter),
         output_bytes=sum(emitter.size(name) for name in block.outputs if has_tokens(tensors[name])),
         logits_bytes=sum(amount for name, amount in saved.items() if "vocab" in tensors[base(name)].axes),
         input_gradient=emitter.works(of_input),
@@ -91,8 +101,9 @@ def block_work(
     )
 
 
-def _peaks(block: Block, steps: BlockProgram, saved: dict[str, float], emitter: Emitter) -> tuple[float, float]:
-    """Most bytes alive in forward beyond the inputs, and in (recompute and) backward beyond what was saved and the incoming gradient."""
+def _peaks(block: Block, steps: BlockProgram, saved: dict[str, float], emitter: Emitter) -> tuple[float, float, float]:
+    """Most bytes alive in forward beyond the inputs; in (recompute and) backward beyond what was saved and the incoming gradient; the same when weight gradients
+    are tensors of their own until they have been added up."""
     later = (*steps.recompute, *steps.backward)
     made = {name for item in steps.forward for name in item.outputs}
     pinned = [*(name for name in made if name in saved), *block.outputs]
@@ -101,8 +112,25 @@ def _peaks(block: Block, steps: BlockProgram, saved: dict[str, float], emitter: 
     def size(name: str) -> float:
         return 0.0 if _is_parameter_like(emitter.tensors[base(name)]) else saved.get(name, emitter.size(name))
 
-    start = sum(map(size, (*saved, *incoming)))
-    return peak_bytes(steps.forward, size, pinned=pinned), max(0.0, peak_bytes(later, size, initial=(*saved, *incoming)) - start)
+    def passing(name: str) -> float:
+        tensor = emitter.tensors[base(name)]
+        return emitter.size(name) if tensor.kind == "activation" and _is_parameter_like(tensor) else 0.0
+
+    initial = (*saved, *incoming)
+    start = sum(map(size, initial))
+    backward, accumulate = (max(0.0, peak_bytes(later, size, initial=initial, passing=more) - start) for more in (None, passing))
+    return peak_bytes(steps.forward, size, pinned=pinned), backward, accumulate
+
+
+def _weight_shapes(backward: tuple[Item, ...], emitter: Emitter) -> tuple[MemoryItem, ...]:
+    """Bytes of every distinct shape of weight whose gradient a matmul makes; the weights of a grouped matmul are one for each expert."""
+    shapes = {}
+    for item in backward:
+        if isinstance(item, Node) and item.role == "wgrad" and item.op in MATMULS:
+            loops = emitter.division.loops(item)
+            m, n = loops.get("m", 1), loops.get("n", 1)
+            shapes[f"{m} x {n}"] = float(m * n * DTYPE_BYTES[emitter.division.compute_dtype])
+    return tuple(MemoryItem(name=name, num_bytes=size) for name, size in sorted(shapes.items()))
 
 
 def _gathered(items: tuple[Item, ...], engine: Engine) -> frozenset[str]:

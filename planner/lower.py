@@ -7,6 +7,8 @@ A block goes through these passes, in this order, each a function of its own:
     planner.sums        gradients that are reduced together are added first
     planner.siblings    linears of one input become one matmul                             (Engine.fused_input_gradient)
     planner.fuse        kernels merge, saved tensors shrink                                (Engine.fused_kernels or Strategy.compile)
+    planner.lean        less is kept by attention and experts                              (Engine.lean_layers)
+    planner.probabilities  what the loss keeps                                             (Engine.fp32_probabilities)
     planner.recompute   what stays alive and what runs again                               (Strategy.recompute)
     planner.exchange    communication between the kernels                                  (Strategy.mesh, sequence_parallel, cp_kind)
     planner.emit        local sizes: Work                                                  (planner.division)
@@ -191,6 +193,8 @@ def lower_block(
         "dropout": job.dropout > 0.0,
         "merge": engine.fused_input_gradient and division.kv_divisor == division.tp,
         "fused": engine.fused_kernels or strategy.compile,
+        "leaner": engine.lean_layers,
+        "probabilities": engine.fp32_probabilities,
     }
     shape = (block.kind_id, *form.values())
     halves = rules(strategy.schedule).splits_backward
