@@ -39,9 +39,10 @@ class Engine:
     zero_stages, schedules, recompute, supports_*: what it can express; a plan for the engine uses only that.
     lean_layers: latent attention, router and experts keep what Megatron-core's code keeps (planner.lean).
     fp32_probabilities: the loss turns logits into fp32, keeps the probabilities in that dtype for backward and drops the logits (vocab-parallel cross entropy).
-    weight_gradient_placeholders: weight gradients are accumulated inside the matmul, and autograd gets a dummy: one tensor in the compute dtype for every distinct
-        weight shape of the layers, kept for good. Without it a gradient in the compute dtype exists until it has been added to the buffer.
-    workspace_bytes: tensors that libraries keep inside the allocator (matmul workspaces). gather_buffer: with sequence parallelism one whole hidden state is kept.
+    weight_gradient_placeholders: weight gradients are accumulated inside the matmul, and autograd gets a dummy: one tensor in the compute dtype for every
+        distinct weight shape of the layers, kept for good. Without it a gradient in the compute dtype exists until it has been added to the buffer.
+    workspace_bytes: tensors that libraries keep inside the allocator (matmul workspaces).
+    gather_buffer: with sequence parallelism one whole hidden state is kept for good.
     context_bytes: device memory of context and libraries outside the allocator. allocator_reserve_frac: reserved over allocated, minus 1.
     launch_s: host time to dispatch one kernel eagerly (Python, dispatcher, autograd); 0 when captured in a graph.
     overlap_pipeline: activations and gradients travel between stages beside compute; otherwise each send and receive stops both ranks.
@@ -74,15 +75,15 @@ class Engine:
     supports_uneven_stages: bool
     supports_cp: bool
     supports_ep: bool
-    lean_layers: bool
-    fp32_probabilities: bool
-    weight_gradient_placeholders: bool
-    workspace_bytes: float
-    gather_buffer: bool
     context_bytes: float
     allocator_reserve_frac: float
     launch_s: float
     sources: tuple[str, ...]
+    lean_layers: bool = False
+    fp32_probabilities: bool = False
+    weight_gradient_placeholders: bool = False
+    workspace_bytes: float = 32.0 * 2**20
+    gather_buffer: bool = False
     overlap_pipeline: bool = True
     pipeline_call_s: float = 0.0
     pipeline_step_s: float = 0.0
@@ -121,11 +122,6 @@ ENGINES: tuple[Engine, ...] = (
         supports_uneven_stages=True,
         supports_cp=False,
         supports_ep=False,
-        lean_layers=False,
-        fp32_probabilities=False,
-        weight_gradient_placeholders=False,
-        workspace_bytes=32.0 * 2**20,
-        gather_buffer=False,
         context_bytes=1.0 * 2**30,
         allocator_reserve_frac=0.05,
         launch_s=10e-6,
@@ -158,11 +154,6 @@ ENGINES: tuple[Engine, ...] = (
         supports_uneven_stages=True,
         supports_cp=True,
         supports_ep=True,
-        lean_layers=False,
-        fp32_probabilities=False,
-        weight_gradient_placeholders=False,
-        workspace_bytes=32.0 * 2**20,
-        gather_buffer=False,
         context_bytes=1.0 * 2**30,
         allocator_reserve_frac=0.05,
         launch_s=10e-6,
@@ -236,11 +227,7 @@ ENGINES: tuple[Engine, ...] = (
         supports_uneven_stages=True,
         supports_cp=False,
         supports_ep=False,
-        lean_layers=False,
         fp32_probabilities=True,
-        weight_gradient_placeholders=False,
-        workspace_bytes=32.0 * 2**20,
-        gather_buffer=False,
         context_bytes=1.5 * 2**30,
         allocator_reserve_frac=0.04,
         launch_s=40e-6,
@@ -278,6 +265,8 @@ ENGINES: tuple[Engine, ...] = (
         supports_uneven_stages=True,
         supports_cp=False,
         supports_ep=False,
+        fp32_probabilities=True,
+        gather_buffer=True,
         context_bytes=1.5 * 2**30,
         allocator_reserve_frac=0.04,
         launch_s=10e-6,
@@ -312,6 +301,7 @@ ENGINES: tuple[Engine, ...] = (
         supports_uneven_stages=True,
         supports_cp=False,
         supports_ep=False,
+        fp32_probabilities=True,
         context_bytes=1.5 * 2**30,
         allocator_reserve_frac=0.04,
         launch_s=10e-6,

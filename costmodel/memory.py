@@ -134,11 +134,11 @@ def _rank_memory(step: StepWork, engine: Engine, pool: NodePool, rank: int, orde
     workspace = max(0.0, moment.workspace_bytes)
     logits = min(max((block.logits_bytes for block, _ in blocks), default=0.0), saved)
     copies = held.copies_bytes + held.library_bytes + boundaries
-    tensors = (
-        held.parameters_bytes + moment.gradients_bytes + copies + states + saved + workspace + moment.gathered_bytes
-    )
+    tensors = held.parameters_bytes + moment.gradients_bytes + copies + states + saved + workspace + moment.gathered_bytes
     receive = sum(_boundary_bytes(stage, step, engine, 0) for stage in stages) if engine.pipeline_buffers else 0.0
-    update = held.parameters_bytes + _reduced_bytes(held, step, engine, blocks) + states + held.temporaries_bytes + receive + held.library_bytes
+    update = (
+        held.parameters_bytes + _reduced_bytes(held, step, engine, blocks) + states + held.temporaries_bytes + receive + held.library_bytes
+    )
     communicators = 0.0 if cpu else COMMUNICATOR_BYTES * _num_communicators(step)
     context = 0.0 if cpu else engine.context_bytes
     reserve = 0.0 if cpu else engine.allocator_reserve_frac * max(tensors, update)

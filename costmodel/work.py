@@ -121,7 +121,7 @@ class BlockWork:
     `forward_peak_bytes`: most bytes alive inside the forward beyond inputs, minus nothing; `backward_peak_bytes`: most bytes alive inside
     (recompute and) backward beyond the saved bytes of this block and the incoming gradient; both by liveness over the block's nodes.
     `output_bytes`: what it hands to the next block; the incoming gradient of the backward has the same size.
-    `accumulate_peak_bytes`: as `backward_peak_bytes`, when every weight gradient is a tensor of its own until it has been added to those of earlier micro-batches.
+    `accumulate_peak_bytes`: as `backward_peak_bytes`, when every weight gradient is a tensor of its own until it has been added to earlier ones.
     `logits` names the part of the head that deserves its own line. `weight_shapes`: bytes of the local weights of matmuls by shape, one entry a shape.
     `input_gradient` and `weight_gradient` are `backward` in two halves, for schedules that run them apart (empty where none was asked for). The second reads
     `weight_inputs_bytes`, of which `weight_saved_bytes` are saved tensors and the rest gradients (or recomputed tensors) that the first leaves behind.

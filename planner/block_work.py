@@ -102,8 +102,8 @@ def block_work(
 
 
 def _peaks(block: Block, steps: BlockProgram, saved: dict[str, float], emitter: Emitter) -> tuple[float, float, float]:
-    """Most bytes alive in forward beyond the inputs; in (recompute and) backward beyond what was saved and the incoming gradient; the same when weight gradients
-    are tensors of their own until they have been added up."""
+    """Most bytes alive in forward beyond the inputs; in (recompute and) backward beyond what was saved and the incoming gradient; the same when weight
+    gradients are tensors of their own until they have been added up."""
     later = (*steps.recompute, *steps.backward)
     made = {name for item in steps.forward for name in item.outputs}
     pinned = [*(name for name in made if name in saved), *block.outputs]

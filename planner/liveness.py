@@ -13,12 +13,18 @@ from planner.exchange import Item
 
 
 def peak_bytes(
-    items: Sequence[Item], size: Callable[[str], float], *, initial: Collection[str] = (), pinned: Collection[str] = (), passing: Callable[[str], float] | None = None
+    items: Sequence[Item],
+    size: Callable[[str], float],
+    *,
+    initial: Collection[str] = (),
+    pinned: Collection[str] = (),
+    passing: Callable[[str], float] | None = None,
 ) -> float:
     """Most bytes alive while `items` run.
 
     `size` gives the bytes of a physical tensor name. `initial` is alive at the start and freed after its last reader; `pinned` is never freed (block outputs,
-    saved tensors). What nobody reads (a result) stays. `passing` gives bytes that an output holds only while its item runs. Bytes of tensors that are neither initial nor made by an item are not counted.
+    saved tensors). What nobody reads (a result) stays.
+    `passing` gives bytes that an output holds only while its item runs. Bytes of tensors that are neither initial nor made by an item are not counted.
     """
     last = {name: index for index, item in enumerate(items) for name in item.inputs}
     alive = {name: size(name) for name in initial}

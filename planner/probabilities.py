@@ -19,7 +19,9 @@ def keep_probabilities(block: Block) -> Block:
     nodes = []
     for node in block.nodes:
         if node.op == "cross_entropy":
-            logits = [name for name in node.inputs if name in block.saved and tensors[name].dtype == "compute" and "vocab" in tensors[name].axes]
+            logits = [
+                name for name in node.inputs if name in block.saved and tensors[name].dtype == "compute" and "vocab" in tensors[name].axes
+            ]
             for name in logits:
                 made[name] = f"{name}/probabilities"
                 tensors[made[name]] = replace(tensors[name], tensor_id=made[name], dtype="fp32", kind="activation")

@@ -69,7 +69,7 @@ def test_schedules_trade_bubble_for_memory():
     plans = {name: strategy(pp=8, vpp=vpp, schedule=name) for name, vpp in (("1f1b", 1), *SPLIT)}
     found = {name: estimate_graph(LLAMA, NODE, replace(LLAMA_JOB, global_batch=32), plan, runtime) for name, plan in plans.items()}
     bubbles = {name: next(line.amount for line in estimate.time if line.name == "bubble") for name, estimate in found.items()}
-    assert bubbles["zb_h1"] < 0.7 * bubbles["1f1b"]
+    assert bubbles["zb_h1"] < 0.8 * bubbles["1f1b"]
 
     def activations(name: str) -> float:
         return max(line.amount for stage in found[name].stages for line in stage.classes if line.name == "activations")
