@@ -36,7 +36,8 @@ class Engine:
     overlap_tensor_parallel: in backward, reductions of input gradients and repeated gathers of inputs run beside the weight and input gradient matmuls.
     recompute_stops_early: full recompute ends with the last kernel whose output backward reads (torch's non-reentrant checkpoint with early_stop).
     selective_recompute: what "selective" recompute means: "core_attention" or "keep_matmuls" (all but matmul and attention outputs).
-    zero_stages, schedules, recompute, supports_*: what it can express; a plan for the engine uses only that.
+    splits_modules: it trains the user's own module, cutting its weights contiguously and its list of blocks (planner.module_limits); else model code of its own.
+    zero_stages, schedules, recompute, precisions, supports_*: what it can express; a plan for the engine uses only that.
     lean_layers: latent attention, router and experts keep what Megatron-core's code keeps (planner.lean).
     fp32_probabilities: the loss turns logits into fp32, keeps the probabilities in that dtype for backward and drops the logits (vocab-parallel cross entropy).
     weight_gradient_placeholders: weight gradients are accumulated inside the matmul, and autograd gets a dummy: one tensor in the compute dtype for every
@@ -72,6 +73,9 @@ class Engine:
     zero_stages: tuple[int, ...]
     schedules: tuple[str, ...]
     recompute: tuple[str, ...]
+    precisions: tuple[str, ...]
+    splits_modules: bool
+    supports_compile: bool
     supports_uneven_stages: bool
     supports_cp: bool
     supports_ep: bool
@@ -92,6 +96,7 @@ class Engine:
 _SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b")
 # Any list of actions runs from a table (pipeline_parallel_schedule_csv).
 _TABLES = (*_SCHEDULES, "breadth_first", "zb_h1", "zb_h2", "zbv", "v_half", "v_min", "dualpipev")
+_PRECISIONS = ("bf16", "fp16", "fp32", "fp8")
 _RECOMPUTE = ("none", "selective", "full", "first_k")
 
 ENGINES: tuple[Engine, ...] = (
@@ -119,6 +124,9 @@ ENGINES: tuple[Engine, ...] = (
         zero_stages=(0, 2, 3),
         schedules=_SCHEDULES,
         recompute=_RECOMPUTE,
+        precisions=("bf16", "fp16", "fp32"),
+        splits_modules=True,
+        supports_compile=False,
         supports_uneven_stages=True,
         supports_cp=False,
         supports_ep=False,
@@ -151,6 +159,9 @@ ENGINES: tuple[Engine, ...] = (
         zero_stages=(0, 2, 3),
         schedules=_TABLES,
         recompute=("none", "selective", "full"),
+        precisions=_PRECISIONS,
+        splits_modules=False,
+        supports_compile=True,
         supports_uneven_stages=True,
         supports_cp=True,
         supports_ep=True,
@@ -183,6 +194,9 @@ ENGINES: tuple[Engine, ...] = (
         zero_stages=(0, 1),
         schedules=("1f1b", "interleaved_1f1b"),
         recompute=_RECOMPUTE,
+        precisions=_PRECISIONS,
+        splits_modules=False,
+        supports_compile=True,
         supports_uneven_stages=True,
         supports_cp=True,
         supports_ep=True,
@@ -224,6 +238,9 @@ ENGINES: tuple[Engine, ...] = (
         zero_stages=(0, 1),
         schedules=("1f1b",),
         recompute=("none", "full"),
+        precisions=_PRECISIONS,
+        splits_modules=False,
+        supports_compile=True,
         supports_uneven_stages=True,
         supports_cp=False,
         supports_ep=False,
@@ -262,6 +279,9 @@ ENGINES: tuple[Engine, ...] = (
         zero_stages=(0, 1),
         schedules=("1f1b", "interleaved_1f1b"),
         recompute=_RECOMPUTE,
+        precisions=_PRECISIONS,
+        splits_modules=False,
+        supports_compile=True,
         supports_uneven_stages=True,
         supports_cp=False,
         supports_ep=False,
@@ -298,6 +318,9 @@ ENGINES: tuple[Engine, ...] = (
         zero_stages=(0, 1),
         schedules=("1f1b", "interleaved_1f1b"),
         recompute=_RECOMPUTE,
+        precisions=_PRECISIONS,
+        splits_modules=False,
+        supports_compile=True,
         supports_uneven_stages=True,
         supports_cp=False,
         supports_ep=False,
@@ -332,6 +355,9 @@ ENGINES: tuple[Engine, ...] = (
         zero_stages=(0, 2, 3),
         schedules=_SCHEDULES,
         recompute=("none", "selective", "full"),
+        precisions=_PRECISIONS,
+        splits_modules=False,
+        supports_compile=True,
         supports_uneven_stages=True,
         supports_cp=True,
         supports_ep=True,

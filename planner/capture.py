@@ -9,6 +9,7 @@ A model of L equal layers costs one trace of a layer, and one fake forward of al
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from planner.capture_rest import Rest, inputs_of, trace_rest
 from planner.capture_roles import Roles
 from planner.capture_rules import understand
 from planner.capture_segments import write_segments
+from planner.capture_split import unsplit_modules
 from planner.capture_survey import BlockCall, survey
 from planner.capture_trace import Strided, Trace, trace_call
 from planner.graph import Block, Graph, Layer
@@ -105,12 +107,16 @@ def _graph(module: nn.Module, call: Call, calls: list[BlockCall], rest: Rest, tr
         ]
         kind_id = _kind_id(first, kinds)
         heads = max(heads, (block_roles.num_heads, block_roles.num_kv_heads))
-        kinds[signature] = layer_block(
+        block = layer_block(
             trace, block_axes, block_roles, scale, kind_id=kind_id, role="layer",
             unsaved=ledger.unsaved[signature], kept=ledger.kept[signature],
         )  # fmt: skip
+        kinds[signature] = replace(block, unsplit=unsplit_modules(first.module, block.layouts, trace, block_axes, block_roles, layer=True))
     roles = Roles(axes, rest.trace.records, batch=batch, sequence=tokens, residual=[], tokens=_ids(rest.trace), divide=not calls)
-    segments = write_segments(rest, len(calls), axes, roles, scale, ledger)
+    segments = {
+        index: replace(block, unsplit=unsplit_modules(module, block.layouts, rest.trace, axes, roles, layer=False))
+        for index, block in write_segments(rest, len(calls), axes, roles, scale, ledger).items()
+    }
     heads = heads if calls else (roles.num_heads, roles.num_kv_heads)
     return _assemble(module, calls, kinds, segments, notes, call.batch, sequence, name, heads)
 

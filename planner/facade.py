@@ -72,6 +72,13 @@ def solve(
 ) -> Plan:
     """The plan of a Problem; see autoplan."""
     restrictions = parse_restrictions(fix)
+    if problem.job.precision not in problem.engine.precisions:
+        known = ", ".join(problem.engine.precisions)
+        raise InputError(
+            f"{problem.engine.name} does not train in {problem.job.precision}",
+            where="Job.precision",
+            remedy=f"use one of {known}, or another engine",
+        )
     pricer = GraphPricer(problem)
     result = search(problem.space(restrictions).branches(), pricer, limits=limits, progress=progress)
     if result.proof is None:

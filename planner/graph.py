@@ -97,6 +97,8 @@ class Block:
     does not list; the gradients of its inputs and of its trainable parameters leave under that name. Rope tables and encoder outputs, read
     by many blocks, count as saved where they are made.
     `layouts`: for every parameterised module of the block its tensor-parallel style: column, row, vocab, replicate.
+    `unsplit`: (module or parameter, why) of those whose layout cannot be had by cutting the weights of nn.Linear and nn.Embedding contiguously, as engines
+    do that train the user's own module (costmodel.engine.Engine.splits_modules).
     `role`: "embedding" (before the first layer), "layer", "head" (after the last layer, loss included).
     """
 
@@ -108,6 +110,7 @@ class Block:
     outputs: tuple[str, ...]
     saved: tuple[str, ...]
     layouts: tuple[tuple[str, str], ...] = ()
+    unsplit: tuple[tuple[str, str], ...] = ()
 
     def tensor(self, tensor_id: str) -> Tensor:
         """The tensor called `tensor_id`. Raises KeyError."""

@@ -23,6 +23,7 @@ from costmodel.mesh import Mesh
 from costmodel.schedule import problem, rules
 from planner.graph import TENSOR_PARALLEL_AXES, Graph
 from planner.job import Job
+from planner.module_limits import pipeline_obstacle, sequence_obstacle, tensor_obstacle
 from planner.restrict import Restrictions
 from planner.strategy import CP_KINDS, Strategy
 
@@ -40,12 +41,16 @@ class Rejected:
 class Extents:
     """What the space needs to know about a model: layers to cut between, and the extents that tp and ep must divide.
 
-    tp_extents: (logical axis, extent) of everything tensor parallelism must split evenly (kv_heads may also be copied).
+    tp_extents: (logical axis, extent) of everything tensor parallelism must split evenly (kv_heads may also be copied, except by engines that cut modules).
+    *_obstacle: why engines that train the user's own module cannot split it so (planner.module_limits), "" when they can.
     """
 
     num_layers: int
     num_experts: int
     tp_extents: tuple[tuple[str, int], ...]
+    tensor_obstacle: str = ""
+    sequence_obstacle: str = ""
+    pipeline_obstacle: str = ""
 
     @classmethod
     def of(cls, graph: Graph) -> Extents:
@@ -59,7 +64,10 @@ class Extents:
         for axis, size in (("heads", graph.num_heads), ("kv_heads", graph.num_kv_heads)):
             if size:
                 found[(axis, size)] = None
-        return cls(num_layers=graph.num_layers, num_experts=graph.num_experts, tp_extents=tuple(sorted(found)))
+        return cls(
+            num_layers=graph.num_layers, num_experts=graph.num_experts, tp_extents=tuple(sorted(found)), tensor_obstacle=tensor_obstacle(graph),
+            sequence_obstacle=sequence_obstacle(graph), pipeline_obstacle=pipeline_obstacle(graph),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,6 +184,12 @@ class Space:
                     what = f"pp {pp}: the model has {self.extents.num_layers} layers"
                     yield Rejected(what=what, reason="more pipeline stages than layers")
                     continue
+                if pp > 1 and self.engine.splits_modules and self.extents.pipeline_obstacle:
+                    yield Rejected(
+                        what=f"pp {pp}: {self.extents.pipeline_obstacle}",
+                        reason=f"engine {self.engine.name} cannot cut this model into stages",
+                    )
+                    continue
                 for cp in filter(lambda size: allows("cp", size), divisors(devices // (tp * pp))):
                     if reason := self._cp_reason(cp, tp):
                         yield Rejected(what=f"cp {cp}, tp {tp}: {reason[1]}", reason=reason[0])
@@ -186,8 +200,11 @@ class Space:
         domain = self.cluster.pool.fast_domain
         if tp > domain and not self.restrictions.mentions("tp"):
             return "tensor parallel would leave the fast domain", f"the fast domain has {domain} devices (fix tp to ask for it)"
+        own = self.engine.splits_modules
+        if own and tp > 1 and self.extents.tensor_obstacle:
+            return f"engine {self.engine.name} cannot split this model's modules over tensor parallel", self.extents.tensor_obstacle
         for axis, size in self.extents.tp_extents:
-            if size % tp and not (axis == "kv_heads" and tp % size == 0):
+            if size % tp and not (axis == "kv_heads" and tp % size == 0 and not own):
                 return f"tensor parallel does not divide the model's {axis}", f"{size} {axis} do not split into {tp}"
         return None
 
@@ -267,7 +284,7 @@ class Space:
         if mesh.tp == 1:
             yield False
             return
-        even = self.job.seq_len % (mesh.cp * mesh.tp) == 0
+        even = self.job.seq_len % (mesh.cp * mesh.tp) == 0 and not (self.engine.splits_modules and self.extents.sequence_obstacle)
         values = (True,) if mesh.ep > 1 else (True, False)
         yield from (value for value in values if (even or not value) and self.restrictions.allows("sequence_parallel", value))
 

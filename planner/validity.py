@@ -13,6 +13,7 @@ from costmodel.errors import InputError
 from costmodel.hardware import Cluster
 from planner.graph import Graph
 from planner.job import Job
+from planner.module_limits import heads_obstacle, pipeline_obstacle, sequence_obstacle, tensor_obstacle
 from planner.strategy import Strategy
 
 
@@ -25,8 +26,10 @@ def validate(graph: Graph, cluster: Cluster, job: Job, strategy: Strategy, engin
 def problems(graph: Graph, cluster: Cluster, job: Job, strategy: Strategy, engine: Engine) -> Iterator[InputError]:
     """Every reason why `strategy` cannot run, cheapest tests first."""
     yield from _devices(cluster, job, strategy)
-    yield from _engine(strategy, engine)
+    yield from _engine(job, strategy, engine)
     yield from _tensor_parallel(graph, strategy)
+    if engine.splits_modules:
+        yield from _own_module(graph, strategy, engine)
     yield from _context_parallel(graph, strategy)
     yield from _experts(graph, strategy)
     yield from _data_parallel(strategy)
@@ -57,8 +60,15 @@ def _devices(cluster: Cluster, job: Job, strategy: Strategy) -> Iterator[InputEr
         yield error
 
 
-def _engine(strategy: Strategy, engine: Engine) -> Iterator[InputError]:
+def _engine(job: Job, strategy: Strategy, engine: Engine) -> Iterator[InputError]:
     mesh = strategy.mesh
+    if job.precision not in engine.precisions:
+        text = ", ".join(engine.precisions)
+        yield InputError(
+            f"{engine.name} does not train in {job.precision}", where="Job.precision", remedy=f"use one of {text}, or another engine"
+        )
+    if strategy.compile and not engine.supports_compile:
+        yield InputError(f"{engine.name} does not compile", where="Strategy.compile", remedy="switch it off, or use another engine")
     facts: tuple[tuple[str, object, tuple[object, ...]], ...] = (
         ("zero_stage", strategy.zero_stage, engine.zero_stages),
         ("schedule", strategy.schedule, ("none", *engine.schedules)),
@@ -86,6 +96,19 @@ def _engine(strategy: Strategy, engine: Engine) -> Iterator[InputError]:
         yield InputError(
             f"{engine.name} has no expert parallelism (ep {mesh.ep})", where="Strategy.mesh.ep", remedy="use ep 1 or another engine"
         )
+
+
+def _own_module(graph: Graph, strategy: Strategy, engine: Engine) -> Iterator[InputError]:
+    """What an engine that trains the user's module cannot do to it (planner.module_limits)."""
+    mesh = strategy.mesh
+    obstacles = (
+        ("Strategy.mesh.tp", "use tp 1", (tensor_obstacle(graph) or heads_obstacle(graph, mesh.tp)) if mesh.tp > 1 else ""),
+        ("Strategy.sequence_parallel", "switch it off", sequence_obstacle(graph) if strategy.sequence_parallel else ""),
+        ("Strategy.mesh.pp", "use pp 1", pipeline_obstacle(graph) if mesh.pp > 1 else ""),
+    )
+    for where, remedy, what in obstacles:
+        if what:
+            yield InputError(f"{engine.name} cannot: {what}", where=where, remedy=f"{remedy}, or an engine with model code of its own")
 
 
 def _tensor_parallel(graph: Graph, strategy: Strategy) -> Iterator[InputError]:

@@ -54,6 +54,7 @@ class BlockBuilder:
         self._parameters: list[Variable] = []
         self._unsaved: set[str] = set()
         self._layouts: dict[str, str] = {}
+        self._unsplit: dict[str, str] = {}
         self._counts: dict[str, int] = {}
         self._current: _Entry | None = None
 
@@ -90,6 +91,10 @@ class BlockBuilder:
     def layout(self, module: str, style: str) -> None:
         """Note the tensor-parallel style of a module that wraps the one which owns the parameters."""
         self._layouts[module] = style
+
+    def unsplit(self, name: str, why: str) -> None:
+        """Note that module or parameter `name` cannot be split as its layout says by cutting module weights contiguously (Block.unsplit)."""
+        self._unsplit[name] = why
 
     def constant(self, name: str, shape: Shape, axes: Axes, dtype: str, *, kind: str = "buffer") -> Variable:
         """A tensor without gradient and without a kernel that makes it here (position ids, masks kept as buffers)."""
@@ -332,6 +337,7 @@ class BlockBuilder:
             outputs=tuple(value.tensor_id for value in outputs),
             saved=tuple(self._saved),
             layouts=tuple(sorted(self._layouts.items())),
+            unsplit=tuple(sorted(self._unsplit.items())),
         )
 
 

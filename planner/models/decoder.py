@@ -10,6 +10,8 @@ from planner.models.assemble import Program
 from planner.models.builder import BlockBuilder, Variable
 from planner.models.spec import ModelSpec
 
+STACKED = "holds several projections one after the other"
+
 
 def build_decoder(program: Program) -> None:
     """Write a rotary decoder: embedding, layers, head with the shifted language-model loss."""
@@ -87,6 +89,8 @@ def self_attention(
     q, k = (turn(b, value, cos, sin, path) for value in (q, k))
     v = attention.heads(b, v, spec.kv_heads, kv_axis, path, clones=mask is not None)
     sinks = b.parameter(f"{path}.sinks", (spec.heads,), ("heads",), layout="column") if spec.sinks else None
+    if spec.sinks:
+        b.unsplit(f"{path}.sinks", "is a parameter beside the linears of its module")
     contiguous = spec.fused or spec.rope == "chunks"
     if mask is not None:
         out = scores.eager_attention(b, q, k, v, mask, path, capped=spec.score_softcap, sinks=sinks)
@@ -106,6 +110,7 @@ def _projections(b: BlockBuilder, x: Variable, spec: ModelSpec) -> tuple[Variabl
     axes = (axis, kv_axis, kv_axis)
     if spec.fused:
         fused = ops.linear(b, x, "self_attn.qkv_proj", sum(widths), axis, bias=spec.attention_bias)
+        b.unsplit("self_attn.qkv_proj", STACKED)
         q, k, v = b.slices(
             fused, [((*x.shape[:-1], width), (*x.axes[:-1], axis)) for width, axis in zip(widths, axes, strict=True)], "self_attn"
         )
@@ -137,6 +142,7 @@ def gated_ffn(b: BlockBuilder, x: Variable, module: str, spec: ModelSpec, width:
     """down(act(gate(x)) * up(x))."""
     if spec.fused:
         both = ops.linear(b, x, f"{module}.gate_up_proj", 2 * width, "ffn", bias=spec.ffn_bias)
+        b.unsplit(f"{module}.gate_up_proj", STACKED)
         part = ((*x.shape[:-1], width), (*x.axes[:-1], "ffn"))
         gate, up = b.split(both, [part, part], module)
         y = ops.mul(b, up, ops.activation(b, gate, f"{module}.activation_fn", spec.activation), module)

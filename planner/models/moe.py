@@ -67,6 +67,7 @@ def _grouped(b: BlockBuilder, x: Variable, ends: Variable, name: str, width: int
     sizes, axes = ((inner, width), (inner_axis, axis)) if swapped else ((width, inner), (axis, inner_axis))
     weight = b.parameter(name, (groups, *sizes), ("experts", *axes))
     b.layout(name, "column" if axis else "row")
+    b.unsplit(name, "is one parameter for all experts")
     m, n, k = (
         Loop(name=loop, size=size, axis=a) for loop, size, a in (("m", x.shape[0], "tokens"), ("n", width, axis), ("k", inner, inner_axis))
     )

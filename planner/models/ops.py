@@ -43,6 +43,9 @@ def linear(
     weight = b.parameter(f"{prefix}.{name}", shape, axes, layout=layout)
     if prefix != module:
         b.layout(module, layout)
+        b.unsplit(module, "has a low-rank adapter beside it")
+    if transposed and layout != "replicate":
+        b.unsplit(module, "is a Conv1D")
     offset = b.parameter(f"{prefix}.bias", (width,), (axis,)) if bias else None
     y = matmul(b, x, weight, module, width, axis, bias=offset)
     if not adapted:

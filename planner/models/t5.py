@@ -117,6 +117,7 @@ def _position_bias(b: BlockBuilder, program: Program, path: str, *, both_ways: b
         value = b.kernel(path, "elementwise", name, [value], [(square, axes, "int64")])[0]
     module = f"{path}.relative_attention_bias"
     table = b.parameter(f"{module}.weight", (spec.position_buckets, spec.heads), ("", "heads"), layout="column")
+    b.unsplit(module, "is a table of all heads inside a layer")
     made = ops.lookup(b, value, table, module)
     return b.view(made, (1, spec.heads, length, length), ("", "heads", "sequence", ""))
 
