@@ -215,17 +215,19 @@ def _shared_parameters(module: nn.Module) -> list[list[str]]:
 
 
 def _tie(module: nn.Module, groups: list[list[str]]) -> None:
-    """parallelize_module makes a new parameter for each module; make shared ones shared again."""
-    for first, *others in groups:
-        kept = module.get_parameter(first)
-        for name in others:
-            owner, _, leaf = name.rpartition(".")
-            other = module.get_parameter(name)
-            placements = [getattr(parameter, "placements", None) for parameter in (kept, other)]
-            if placements[0] != placements[1]:
+    """parallelize_module makes a new parameter for each module; make shared ones shared again. A name that no placed module owns takes the placed one."""
+    for names in groups:
+        parameters = {name: module.get_parameter(name) for name in names}
+        placed = {name: parameter for name, parameter in parameters.items() if isinstance(parameter, DTensor)}
+        first = next(iter(placed or parameters))
+        kept = parameters[first]
+        for name, other in parameters.items():
+            if name in placed and placed[name].placements != placed[first].placements:
                 raise InputError(
-                    f"{first} and {name} are one parameter but are placed differently ({placements[0]}, {placements[1]})",
+                    f"{first} and {name} are one parameter but are placed differently ({placed[first].placements}, {placed[name].placements})",
                     where="Plan.layouts",
                     remedy="give both the layout vocab",
                 )
-            setattr(module.get_submodule(owner), leaf, kept)
+            if other is not kept:
+                owner, _, leaf = name.rpartition(".")
+                setattr(module.get_submodule(owner), leaf, kept)

@@ -84,7 +84,7 @@ class Received(Stub):
         """The received hidden state; further outputs of the block, if any, are None."""
         self.inbox.entered = True
         if self.inbox.structure is None:
-            leaves, spec = pytree.tree_flatten(_run_on_meta(self.original[0], args, kwargs))
+            leaves, spec = pytree.tree_flatten(_run_on_meta(*_halved(self.original[0], args, kwargs)))
             self.inbox.structure = [None for _ in leaves], spec
         leaves, spec = self.inbox.structure
         return pytree.tree_unflatten([self.inbox.hidden, *leaves[1:]], spec)
@@ -211,3 +211,9 @@ def _run_on_meta(module: nn.Module, args: Any, kwargs: Any) -> Any:
     args, kwargs = pytree.tree_map_only(Tensor, lambda leaf: leaf.to("meta"), (args, kwargs))
     with torch.no_grad():
         return module(*args, **kwargs)
+
+
+def _halved(module: nn.Module, args: Any, kwargs: Any) -> tuple[nn.Module, Any, Any]:
+    """Meta module and arguments in bf16, for a run of which only the structure matters: some operators (grouped matmuls) know no other dtype there."""
+    args, kwargs = pytree.tree_map_only(Tensor, lambda leaf: leaf.bfloat16() if leaf.is_floating_point() else leaf, (args, kwargs))
+    return copy.deepcopy(module).bfloat16(), args, kwargs

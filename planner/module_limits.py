@@ -27,6 +27,16 @@ def heads_obstacle(graph: Graph, tp: int) -> str:
     return ""
 
 
+def uneven_obstacle(graph: Graph, tp: int) -> str:
+    """Why the residual stream cannot be split evenly: images have as many tokens as patches, whatever the job says."""
+    for block in graph.kinds:
+        for node in block.nodes if block.role == "layer" else ():
+            for loop in node.loops:
+                if node.op == "attention" and loop.name == "q" and loop.size % tp:
+                    return f"{loop.size} tokens of {block.kind_id} do not split into tp {tp}"
+    return ""
+
+
 def sequence_obstacle(graph: Graph) -> str:
     """Why the residual stream cannot be split over the sequence: attention whose linears are whole would see a part of it."""
     for block in graph.kinds:

@@ -13,7 +13,7 @@ from costmodel.errors import InputError
 from costmodel.hardware import Cluster
 from planner.graph import Graph
 from planner.job import Job
-from planner.module_limits import heads_obstacle, pipeline_obstacle, sequence_obstacle, tensor_obstacle
+from planner.module_limits import heads_obstacle, pipeline_obstacle, sequence_obstacle, tensor_obstacle, uneven_obstacle
 from planner.strategy import Strategy
 
 
@@ -103,7 +103,11 @@ def _own_module(graph: Graph, strategy: Strategy, engine: Engine) -> Iterator[In
     mesh = strategy.mesh
     obstacles = (
         ("Strategy.mesh.tp", "use tp 1", (tensor_obstacle(graph) or heads_obstacle(graph, mesh.tp)) if mesh.tp > 1 else ""),
-        ("Strategy.sequence_parallel", "switch it off", sequence_obstacle(graph) if strategy.sequence_parallel else ""),
+        (
+            "Strategy.sequence_parallel",
+            "switch it off",
+            (sequence_obstacle(graph) or uneven_obstacle(graph, mesh.tp)) if strategy.sequence_parallel else "",
+        ),
         ("Strategy.mesh.pp", "use pp 1", pipeline_obstacle(graph) if mesh.pp > 1 else ""),
     )
     for where, remedy, what in obstacles:

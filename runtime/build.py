@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from costmodel.errors import InputError
-from passes.chain import ModelPart
+from passes.chain import ModelPart, block_paths
 from passes.sequence import rewrite
 from passes.split import Inbox
 from planner.plan import Plan
@@ -22,7 +22,7 @@ from runtime.data_parallel import distribute
 from runtime.loss import VocabParallelLoss
 from runtime.mesh import Place, build_mesh, local_device
 from runtime.optimizer import OptimizerFactory, build_optimizer
-from runtime.pipeline import build_pipeline, tie_stages, tied_groups
+from runtime.pipeline import between_stages, build_pipeline, tie_stages, tied_groups
 from runtime.stage import StageModule
 from runtime.trainer import Trainer, parameter_groups
 
@@ -40,12 +40,12 @@ def apply(
     Raises InputError, before any change, when the plan asks for what this runtime cannot do or the model is not the plan's.
     """
     check_runnable(plan)
-    _check_model(model)
+    _check_model(model, plan)
     place = build_mesh(plan.strategy.mesh, local_device(local_rank))
     model.to(place.device)
     _check_equal_weights(model, place)
     _stop_caching(model)
-    tied = tied_groups(model)
+    tied = between_stages(tied_groups(model), model, block_paths(model, plan)) if plan.strategy.mesh.pp > 1 else ()
     tensor_mesh = place.axis("tp") if plan.strategy.mesh.tp > 1 else None
     rewritten = rewrite(plan, model, rank_index=place.pipeline_index, tensor_mesh=tensor_mesh)
     chunks = tuple(chunk for chunk, _ in rewritten)
@@ -54,6 +54,9 @@ def apply(
     parameters = [parameter for chunk in chunks for parameter in chunk.module.parameters()]
     groups = parameter_groups(parameters)
     optimizer = optimizer_factory(groups) if optimizer_factory else build_optimizer(plan.job.optimizer, groups)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        remedy = "return a torch.optim.Optimizer over the groups"
+        raise InputError(f"optimizer_factory gave a {type(optimizer).__name__}", where="optimizer_factory", remedy=remedy)
     return Trainer(
         plan=plan,
         place=place,
@@ -62,7 +65,7 @@ def apply(
         modules=modules,
         optimizer=optimizer,
         pipeline=build_pipeline(modules, chunks, plan, place) if plan.strategy.mesh.pp > 1 else None,
-        tied=tie_stages(tied, chunks, plan, place) if plan.strategy.mesh.pp > 1 else tie_stages((), chunks, plan, place),
+        tied=tie_stages(tied, chunks, plan, place),
     )
 
 
@@ -79,7 +82,16 @@ def _stage(chunk: ModelPart, inbox: Inbox, loss_fn: Loss, plan: Plan) -> StageMo
     )
 
 
-def _check_model(model: nn.Module) -> None:
+def _check_model(model: object, plan: Plan) -> None:
+    if not isinstance(model, nn.Module):
+        raise InputError(f"a {type(model).__name__} is no nn.Module", where="model", remedy="let build_model return the module")
+    count = sum(parameter.numel() for parameter in model.parameters())
+    if plan.num_parameters and count != plan.num_parameters:
+        raise InputError(
+            f"{type(model).__name__} has {count:,} parameters, the plan was made for {plan.model} with {plan.num_parameters:,}",
+            where="Plan.model",
+            remedy="run the plan with the model it was made for, or plan again",
+        )
     meta = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
     if meta is not None:
         raise InputError(f"parameter {meta!r} is on the meta device", where="model", remedy="build the model with real weights")

@@ -9,12 +9,17 @@ beside predicted, and writes that to the report.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
+import math
 import os
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import threading
+import traceback
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -32,6 +37,8 @@ from runtime.mesh import Place, local_device
 from runtime.target import load_target
 
 GROUP_TIMEOUT = timedelta(minutes=10)
+LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting")
+STOP_TIMEOUT_S = 40.0  # torchrun itself waits 30 s for its ranks
 
 
 def report_path(plan_path: Path) -> Path:
@@ -49,6 +56,7 @@ def run_local(plan_path: Path, target: str, *, steps: int = 20, seed: int = 0, r
     check_runnable(plan)
     _check_local(plan)
     report = report or report_path(plan_path)
+    _check_writable(report)
     ranks = plan.strategy.mesh.num_devices
     with tempfile.TemporaryDirectory(prefix="autoplan-run-") as folder:
         failure = Path(folder) / "error.json"
@@ -56,7 +64,9 @@ def run_local(plan_path: Path, target: str, *, steps: int = 20, seed: int = 0, r
         if failure.exists():
             raise InputError(**codec.loads(codec.read_text(failure), str(failure)))
     if returncode:
-        raise AutoplanError(f"a rank failed (exit code {returncode})", where="run", remedy="its error is printed above")
+        raise AutoplanError(
+            "a rank died without a word", where="run", remedy="torchrun says above which one, and by which signal or exit code"
+        )
     return codec.decode(codec.loads(codec.read_text(report), str(report)), Report, str(report))
 
 
@@ -78,7 +88,29 @@ def _torchrun(ranks: int, arguments: list[str], *, quiet: bool) -> int:
     ]
     threads = max(1, (os.cpu_count() or 1) // ranks)
     environment = {"OMP_NUM_THREADS": str(threads), **os.environ, "PYTHONPATH": os.pathsep.join(path or "." for path in sys.path)}
-    return subprocess.run(command, env=environment, stdout=sys.stderr if quiet else None, check=False).returncode
+    return _supervised(subprocess.Popen(command, env=environment, stdout=sys.stderr if quiet else None))
+
+
+def _supervised(process: subprocess.Popen[bytes]) -> int:
+    """The exit code of torchrun. Ctrl-C or a termination of this process ends it, and with it the ranks, before it goes on."""
+
+    def terminated(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    main = threading.current_thread() is threading.main_thread()
+    previous = signal.signal(signal.SIGTERM, terminated) if main else None
+    try:
+        return process.wait()
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        if main:
+            signal.signal(signal.SIGTERM, previous)
 
 
 def train(plan: Plan, target_name: str, *, steps: int, seed: int, local_rank: int) -> Report:
@@ -86,14 +118,22 @@ def train(plan: Plan, target_name: str, *, steps: int, seed: int, local_rank: in
     target = load_target(target_name)
     torch.manual_seed(seed)
     model = target.build_model()
-    stream = target.batches(model, plan.job, seed)
+    stream = iter(target.batches(model, plan.job, seed))
     trainer = apply(plan, model, loss_fn=target.loss_fn, optimizer_factory=target.optimizer_factory, local_rank=local_rank)
     del model
     torch.manual_seed(seed + 1 + trainer.place.data_index)
     meter = build_meter(trainer, steps)
     losses = []
     for index in range(steps):
-        losses.append(meter.step(index, _share(next(stream), plan, trainer.place)))
+        batch = next(stream, None)
+        if batch is None:
+            raise InputError(
+                f"batches ended after {index} of {steps} steps", where="batches", remedy="let it go on, or ask for fewer steps"
+            )
+        losses.append(meter.step(index, _share(batch, plan, trainer.place)))
+        if not math.isfinite(losses[-1]):
+            remedy = "lower the learning rate, or look at the loss and the data"
+            raise InputError(f"the loss is {losses[-1]} in step {index + 1}", where="loss_fn", remedy=remedy)
         if dist.get_rank() == 0:
             print(f"step {index + 1:4d}  loss {losses[-1]:.4f}", flush=True)
     return build_report(meter, losses)
@@ -117,12 +157,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         plan = codec.load_plan(options.plan)
         check_runnable(plan)
+        _check_writable(options.report or report_path(options.plan))
         report = _run_rank(plan, options, local_rank)
     except AutoplanError as error:
         print(f"rank {rank}: {error}", file=sys.stderr, flush=True)
-        if options.error_file:
-            codec.write_atomic(options.error_file, codec.dumps({"what": error.what, "where": error.where, "remedy": error.remedy}))
+        _leave(options.error_file, error)
         return error.exit_code
+    except Exception as error:
+        traceback.print_exc()
+        if isinstance(error, RuntimeError) and any(word in str(error) for word in LOST):
+            print(f"rank {rank}: lost another rank", file=sys.stderr, flush=True)
+            return 1
+        failure = _user_error(error, rank)
+        _leave(options.error_file, failure)
+        return failure.exit_code
     if rank == 0:
         codec.write_atomic(options.report or report_path(options.plan), codec.dumps(codec.encode(report, Report)))
         print("\n".join(report.lines()), flush=True)
@@ -141,7 +189,13 @@ def _run_rank(plan: Plan, options: argparse.Namespace, local_rank: int) -> Repor
 
 
 def _share(batch: Batch, plan: Plan, place: Place) -> Batch:
-    """This data-parallel rank's sequences of a global batch."""
+    """This data-parallel rank's sequences of a global batch. Raises InputError when it is none."""
+    tensors = [batch] if isinstance(batch, torch.Tensor) else list(batch.values()) if isinstance(batch, Mapping) else [batch]
+    for tensor in tensors:
+        if not isinstance(tensor, torch.Tensor) or tensor.ndim == 0 or tensor.shape[0] != plan.job.global_batch:
+            what = f"a tensor {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else f"a {type(tensor).__name__}"
+            remedy = f"give tensors, or a mapping of tensors, whose dim 0 is the global batch of {plan.job.global_batch} sequences"
+            raise InputError(f"batches gave {what}", where="batches", remedy=remedy)
     size = plan.job.global_batch // plan.strategy.mesh.dp
     mine = slice(place.data_index * size, (place.data_index + 1) * size)
     return batch[mine] if isinstance(batch, torch.Tensor) else {name: value[mine] for name, value in batch.items()}
@@ -161,6 +215,30 @@ def _check_local(plan: Plan) -> None:
             where="run",
             remedy="start it with torchrun on all hosts",
         )
+
+
+def _check_writable(report: Path) -> None:
+    folder = report.parent
+    if report.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise InputError(
+            f"cannot write the report {report}", where="--report", remedy="name a file in an existing folder that can be written"
+        )
+
+
+def _user_error(error: Exception, rank: int) -> InputError:
+    """What a rank met outside this project's own checks, at the last place in the user's code (the last of all where there is none)."""
+    frames = traceback.extract_tb(error.__traceback__)
+    installed = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+    own = [frame for frame in frames if not frame.filename.startswith(installed)] or list(frames)
+    where = f"{own[-1].filename}:{own[-1].lineno}"
+    return InputError(f"rank {rank} failed with {type(error).__name__}: {error}", where=where, remedy="its traceback is printed above")
+
+
+def _leave(path: Path | None, error: AutoplanError) -> None:
+    """Leave the error for the parent; the first rank to fail wins, the others may fail because of it."""
+    if path is not None:
+        with contextlib.suppress(FileExistsError), path.open("x") as file:
+            file.write(codec.dumps({"what": error.what, "where": error.where, "remedy": error.remedy}))
 
 
 def _positive(text: str) -> int:

@@ -15,6 +15,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from costmodel.errors import AutoplanError, InputError
 from passes.chain import ModelPart
+from passes.split import outside_modules
 from planner.plan import Plan
 from runtime.data_parallel import local
 from runtime.mesh import Place
@@ -91,6 +92,17 @@ def tied_groups(model: nn.Module) -> tuple[tuple[str, ...], ...]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     return tuple(tuple(group) for group in names.values() if len(group) > 1)
+
+
+def between_stages(tied: tuple[tuple[str, ...], ...], model: nn.Module, blocks: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
+    """Those of `tied` that live on both sides of the blocks, or inside them: two names in one module's neighbourhood stay with one stage."""
+    sides = outside_modules(model, blocks)
+
+    def apart(names: tuple[str, ...]) -> bool:
+        owners = [name.rpartition(".")[0] for name in names]
+        return not any(all(owner in side for owner in owners) for side in sides)
+
+    return tuple(names for names in tied if apart(names))
 
 
 def tie_stages(tied: tuple[tuple[str, ...], ...], chunks: Sequence[ModelPart], plan: Plan, place: Place) -> TiedParameters:

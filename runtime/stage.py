@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor, nn
 
+from costmodel.errors import InputError
 from passes.chain import ModelPart
 from passes.split import EndOfStageError, Inbox
 from runtime.batch import Batch, Loss, accepted_names, model_inputs
@@ -44,7 +45,7 @@ class StageModule(nn.Module):
                 output = self.model(*args, **kwargs)
             except EndOfStageError as end:
                 return end.hidden
-            return self.loss_fn(output, batch) * self.loss_scale
+            return _scalar(self.loss_fn(output, batch)) * self.loss_scale
 
     def _precision(self, batch: Batch) -> AbstractContextManager[object]:
         if self.autocast is None:
@@ -55,3 +56,15 @@ class StageModule(nn.Module):
 
 def _cast(value: Tensor, dtype: torch.dtype) -> Tensor:
     return value.to(dtype) if value.is_floating_point() else value
+
+
+def _scalar(loss: object) -> Tensor:
+    if not isinstance(loss, Tensor):
+        what = f"a {type(loss).__name__}"
+    elif loss.numel() == 1 and (loss.requires_grad or not torch.is_grad_enabled()):
+        return loss.reshape(())
+    else:
+        what = f"a tensor of shape {tuple(loss.shape)}" + ("" if loss.requires_grad else " without gradient")
+    raise InputError(
+        f"loss_fn gave {what}", where="loss_fn", remedy="return the mean loss of the micro-batch as a scalar tensor with a gradient"
+    )

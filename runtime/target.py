@@ -49,6 +49,9 @@ def load_target(name: str) -> Target:
         module = importlib.import_module(module_name)
     except ImportError as error:
         raise InputError(f"cannot import {module_name!r}: {error}", where="target", remedy="run from the folder that holds it") from error
+    except Exception as error:
+        remedy = "make the module importable by itself"
+        raise InputError(f"importing {module_name!r} fails with {type(error).__name__}: {error}", where="target", remedy=remedy) from error
     if not callable(getattr(module, function, None)):
         raise InputError(f"{module_name} has no function {function!r}", where="target", remedy="name the function that builds the model")
     named: dict[str, Any] = vars(module)
