@@ -53,7 +53,7 @@ def apply(
     modules = tuple(distribute(stage, chunk, plan, place) for stage, chunk in zip(stages, chunks, strict=True))
     parameters = [parameter for chunk in chunks for parameter in chunk.module.parameters()]
     groups = parameter_groups(parameters)
-    optimizer = optimizer_factory(groups) if optimizer_factory else build_optimizer(plan.job.optimizer, groups)
+    optimizer: object = optimizer_factory(groups) if optimizer_factory else build_optimizer(plan.job.optimizer, groups)
     if not isinstance(optimizer, torch.optim.Optimizer):
         remedy = "return a torch.optim.Optimizer over the groups"
         raise InputError(f"optimizer_factory gave a {type(optimizer).__name__}", where="optimizer_factory", remedy=remedy)
