@@ -39,7 +39,7 @@ def config_of(model: Row, arguments: Row, tp: int) -> dict[str, Any]:
             **({"head_dim": model["head_dim"]} if model.get("head_dim") else {}),
         }
     return {
-        "model_type": "gpt2", "n_embd": hidden, "n_inner": model["ffn_hidden"], "n_layer": model["layers"], "n_head": heads,
+        "model_type": "gpt2", "activation_function": "gelu", "n_embd": hidden, "n_inner": model["ffn_hidden"], "n_layer": model["layers"], "n_head": heads,
         "vocab_size": vocab, "n_positions": model["seq_len"], "tie_word_embeddings": tied,
     }  # fmt: skip
 
