@@ -21,8 +21,9 @@ the priors above: with few runs a constant that they do not determine stays at i
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from math import log
 
 import numpy as np
@@ -33,6 +34,7 @@ from costmodel.estimate import Estimate, Line, StageMemory
 
 Array = NDArray[np.float64]
 
+FORMAT = "autoplan/calibration"
 NOISE_FRAC = 0.05
 HUBER = 1.5
 GIB = 2.0**30
@@ -111,6 +113,29 @@ def calibrated(estimate: Estimate, calibration: Calibration) -> Estimate:
         tokens_per_s_per_device=estimate.tokens_per_s_per_device * faster, mfu_frac=estimate.mfu_frac * faster, hfu_frac=estimate.hfu_frac * faster,
         stages=tuple(_stage(stage, calibration) for stage in estimate.stages), notes=(*estimate.notes, note),
     )  # fmt: skip
+
+
+def profile_text(calibration: Calibration) -> str:
+    """The calibration as a profile file: JSON with its format, version, constants and residuals."""
+    return json.dumps({"format": FORMAT, "format_version": 1, **asdict(calibration)}, indent=2) + "\n"
+
+
+def read_profile(text: str, where: str) -> Calibration:
+    """The calibration of a profile file. Raises InputError naming `where` when it is no such file or holds anything but its constants."""
+    try:
+        values = json.loads(text)
+        kind, version = values.pop("format"), values.pop("format_version")
+        if (kind, version) != (FORMAT, 1):
+            raise InputError(
+                f"format {kind!r} version {version!r} is not {FORMAT!r} version 1", where=where, remedy="fit the profile again"
+            )
+        found = Calibration(**values)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise InputError(f"is no calibration profile ({error})", where=where, remedy="fit the profile again") from error
+    bad = [item.name for item in fields(found) if item.name != "engine" and not isinstance(getattr(found, item.name), int | float | None)]
+    if bad or not isinstance(found.engine, str) or found.compute_frac <= 0.0 or found.communication_frac <= 0.0 or found.memory_frac <= 0.0:
+        raise InputError(f"{', '.join(bad) or 'a constant'} is no usable value", where=where, remedy="fit the profile again")
+    return found
 
 
 def _stage(stage: StageMemory, calibration: Calibration) -> StageMemory:

@@ -58,4 +58,4 @@ def fit(items: Sequence[Priced]) -> Calibration:
             other = stage_bytes(stage, kind[0]) - stage.allocated_bytes
             gib = measured_gib(measured["peak_memory_gib"], measured.get("peak_memory_unit"))
             peaks.append((stage.allocated_bytes, other, gib * 2.0**30))
-    return calibrate(items[0].problem.engine.name, steps, peaks)
+    return calibrate(items[0].problem.engine.name if items else "", steps, peaks)

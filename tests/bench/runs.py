@@ -35,6 +35,8 @@ SCHEDULE_WORDS: tuple[tuple[str, str], ...] = (
     ("interleav", "interleaved_1f1b"), ("1f1bi", "interleaved_1f1b"), ("vpp", "interleaved_1f1b"), ("1f1b", "1f1b"), ("gpipe", "gpipe"),
     ("afab", "gpipe"),
 )  # fmt: skip
+# Megatron's --hidden-dropout when its arguments are given without it (megatron-core 0.19.2 arguments.py).
+MEGATRON_DROPOUT = 0.1
 # Published adapters: rank and the attention projections, where a row says "lora" and no more.
 LORA_RANK, LORA_TARGETS = 8, ("q_proj", "k_proj", "v_proj", "c_attn")
 
@@ -99,7 +101,7 @@ def problem(row: Row, machines: Machines) -> Problem:
         config=config_of(row["model"], arguments, tp),
         lora="lora" in str(row["job"].get("peft") or "").lower(),
         cluster=machines.cluster(row["cluster"], mesh.num_devices),
-        job=_job(row, dp),
+        job=_job(row, dp, arguments),
         strategy=strategy,
         engine=engine,
     )
@@ -122,8 +124,11 @@ def _said(value: object, default: bool) -> bool:
     return default if value is None else bool(value)
 
 
-def _job(row: Row, dp: int) -> Job:
+def _job(row: Row, dp: int, arguments: Row) -> Job:
     job = row["job"]
+    dropout = (
+        job.get("dropout") if job.get("dropout") is not None else arguments.get("hidden-dropout", MEGATRON_DROPOUT if arguments else 0.0)
+    )
     text = (job.get("precision") or "bf16").lower()
     precision = "fp8" if "fp8" in text else next((name for name in ("bf16", "fp16", "fp32") if name in text), "bf16")
     wanted = (job.get("optimizer") or "adamw").lower()
@@ -131,7 +136,7 @@ def _job(row: Row, dp: int) -> Job:
     batch, per_pass = job["global_batch"], job["micro_batch"] * dp
     if batch % per_pass and job.get("grad_accum"):
         batch = job["grad_accum"] * per_pass
-    return Job(global_batch=batch, seq_len=row["model"]["seq_len"], precision=precision, optimizer=optimizer)
+    return Job(global_batch=batch, seq_len=row["model"]["seq_len"], precision=precision, optimizer=optimizer, dropout=float(dropout))
 
 
 def _zero_stage(plan: Row) -> int:

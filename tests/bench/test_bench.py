@@ -7,8 +7,9 @@ import json
 
 import pytest
 
+from costmodel.calibrate import read_profile
 from costmodel.errors import InputError
-from tests.bench import accuracy, kernels, regret
+from tests.bench import accuracy, kernels, profile, regret
 from tests.bench.machines import Machines
 from tests.bench.memory_kinds import kind_of, measured_gib, predicted_bytes
 from tests.bench.price import Pricer
@@ -230,3 +231,7 @@ def test_calibration_is_fitted_on_some_rows_and_scored_on_the_others(tmp_path, c
     assert [result["time"]["n"] for result in results] == [12, 6]
     assert results[0]["time"]["median"] == pytest.approx(1 / 3)
     assert results[1]["time"]["median"] < 0.1
+    profile.main(["--runs", path, "-o", str(tmp_path / "profile.json")])
+    found = read_profile((tmp_path / "profile.json").read_text(), "profile.json")
+    assert found.num_time_runs == 12
+    assert found.compute_frac > 1.2

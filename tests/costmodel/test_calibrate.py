@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from costmodel.calibrate import Calibration, calibrate, calibrated
+from costmodel.calibrate import Calibration, calibrate, calibrated, profile_text, read_profile
 from costmodel.errors import InputError
 from costmodel.estimate import MEMORY_CLASSES, TIME_CAUSES, Estimate, Line, StageMemory
 
@@ -97,3 +97,13 @@ def test_the_neutral_calibration_changes_nothing_but_the_notes():
 def test_nothing_to_fit_is_refused(steps, peaks):
     with pytest.raises(InputError):
         calibrate("e", steps, peaks)
+
+
+def test_a_profile_file_is_read_back_and_others_are_refused():
+    found = calibrate("e", [(item, 1.1 * item.step_s) for item in SPREAD], [])
+    text = profile_text(found)
+    assert read_profile(text, "p.json") == found
+    for bad in ("", "[]", "{}", text.replace("autoplan/calibration", "other"), text.replace('"compute_frac": 1', '"compute_frac": -1'),
+                text.replace('"engine": "e"', '"engine": 3'), text.replace('"overhead_s"', '"overhead"')):  # fmt: skip
+        with pytest.raises(InputError, match=r"p\.json"):
+            read_profile(bad, "p.json")
