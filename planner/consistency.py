@@ -82,6 +82,8 @@ def _check_stages(plan: Plan, where: str) -> None:
         if stage.rank_index != ranks[i]:
             remedy = f"chunk {i} of {plan.strategy.schedule} sits on rank {ranks[i]}"
             raise InputError(f"rank_index is {stage.rank_index}", where=f"{where}: stages[{i}].rank_index", remedy=remedy)
+        if not stage.layer_paths:
+            raise InputError("no layers", where=f"{where}: stages[{i}].layer_paths", remedy="give every chunk what it runs")
     paths = [path for stage in plan.stages for path in stage.layer_paths]
     if len(set(paths)) != len(paths):
         repeated = next(path for path in paths if paths.count(path) > 1)
@@ -97,9 +99,14 @@ def _check_estimate(plan: Plan, where: str) -> None:
     for line in estimate.time:
         if line.name not in TIME_CAUSES:
             raise InputError(f"unknown cause {line.name!r}", where=f"{where}: estimate.time", remedy=f"causes are {', '.join(TIME_CAUSES)}")
+    for name in ("step_s", "usable_bytes"):
+        if not getattr(estimate, name) > 0.0:
+            raise InputError(f"{name} is {getattr(estimate, name)}", where=f"{where}: estimate.{name}", remedy="give a positive number")
     if not estimate.stages:
         raise InputError("no pipeline rank", where=f"{where}: estimate.stages", remedy="give one entry a pipeline rank")
     for i, stage in enumerate(estimate.stages):
+        if not stage.classes:
+            raise InputError("no memory class", where=f"{where}: estimate.stages[{i}].classes", remedy=f"give {', '.join(MEMORY_CLASSES)}")
         for line in stage.classes:
             if line.name not in MEMORY_CLASSES:
                 place = f"{where}: estimate.stages[{i}].classes"
