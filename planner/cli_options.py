@@ -59,6 +59,14 @@ def fraction(text: str) -> float:
     return value
 
 
+def headroom(text: str) -> float:
+    """A share of memory in [0, 1): `5%` or `0.05`, for argparse."""
+    try:
+        return fraction(str(float(text.removesuffix("%")) / 100) if text.endswith("%") else text)
+    except (ValueError, argparse.ArgumentTypeError):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share below 100 %, such as 5% or 0.05") from None
+
+
 def layer_counts(text: str) -> tuple[int, ...]:
     """`9,10,10,9`, for argparse."""
     return tuple(whole(part.strip()) for part in text.split(","))

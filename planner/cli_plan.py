@@ -10,6 +10,7 @@ from planner.cli_options import (
     add_output_flags,
     add_problem_flags,
     add_strategy_flags,
+    headroom,
     positive_seconds,
     problem_from,
     strategy_from,
@@ -46,6 +47,9 @@ def add_verbs(verbs: argparse._SubParsersAction[Any]) -> None:
     group.add_argument("--fix", metavar="TERMS", help='restrict the search, e.g. "tp=8,pp<=4,recompute=full"')
     group.add_argument("--top-k", type=whole, default=1, metavar="K", help="prove the best K (default 1)")
     group.add_argument("--time-limit", type=positive_seconds, metavar="S", help="stop after S seconds with the best so far")
+    group.add_argument(
+        "--headroom", type=headroom, metavar="SHARE", help="device memory to leave free, e.g. 10%% or 0.1 (default 5%%, of CPU ranks 0)"
+    )
     group.add_argument("--require-optimal", action="store_true", help="exit 5 unless the plan is proven optimal")
     group.add_argument("-o", "--output", metavar="FILE", help="write the plan file")
     add_output_flags(plan)
@@ -82,7 +86,7 @@ def run_plan(options: argparse.Namespace, output: Output) -> int:
 
     limits = Limits(top_k=options.top_k, keep=max(4, options.top_k), time_limit_s=options.time_limit)
     try:
-        plan = solve(problem_from(options), fix=options.fix, limits=limits, progress=output.progress)
+        plan = solve(problem_from(options).with_headroom(options.headroom), fix=options.fix, limits=limits, progress=output.progress)
     finally:
         output.end_progress()
     _deliver(plan, options, output)

@@ -40,6 +40,7 @@ def autoplan(
     fix: str | Mapping[str, object] | None = None,
     top_k: int = 1,
     time_limit_s: float | None = None,
+    headroom_frac: float | None = None,
     require_optimal: bool = False,
     progress: Callable[[Progress], None] | None = None,
 ) -> Plan:
@@ -47,12 +48,13 @@ def autoplan(
 
     model: a name, a config.json or its folder, a ModelSpec, a Graph, or an nn.Module (captured on fake tensors). fix: restrictions (planner.restrict).
     top_k: how many plans to prove; the best becomes the plan, the others its alternatives. time_limit_s: stop then with the best so far and a valid bound.
-    Ctrl-C does the same. require_optimal: an unproven plan is an error.
+    Ctrl-C does the same. headroom_frac: the share of a device's memory to leave free (default: 0.05, of CPU ranks 0). require_optimal: an unproven plan is
+    an error.
 
     Raises InputError for inputs that cannot be used, InfeasibleError (planner.infeasible.NoPlanError) when nothing fits, UnprovenError when stopped
     before the first plan, or before its proof with `require_optimal`.
     """
-    problem = problem_of(model, cluster, job, _engine(engine))
+    problem = problem_of(model, cluster, job, _engine(engine)).with_headroom(headroom_frac)
     return solve(
         problem,
         fix=fix,

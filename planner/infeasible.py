@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from costmodel.errors import InfeasibleError
 from costmodel.estimate import Line
-from costmodel.units import format_bytes
+from costmodel.units import format_bytes, format_percent
 from planner.explain import binding_class, fullest
 from planner.levers import Remedy, remedies
 from planner.plan import Rejection
@@ -43,8 +43,9 @@ def no_plan(problem: Problem, restrictions: Restrictions, rejections: tuple[Reje
     nearest = result.best[0]
     classes = sorted((line for line in fullest(nearest.estimate).classes if line.amount > 0), key=lambda line: -line.amount)
     shares = ", ".join(f"{line.name.replace('_', ' ')} {format_bytes(line.amount)}" for line in classes)
+    kept = f" (after a headroom of {format_percent(problem.headroom_frac)})" if problem.headroom_frac else ""
     what = (
-        f"no plan fits {format_bytes(pricer.usable_bytes)} per device on {problem.cluster.num_devices} devices: the smallest needs "
+        f"no plan fits {format_bytes(pricer.usable_bytes)} per device{kept} on {problem.cluster.num_devices} devices: the smallest needs "
         f"{format_bytes(nearest.estimate.peak_bytes)} ({shares}) with {describe(nearest.strategy)}"
     )
     return NoPlanError(what, where=where, nearest=nearest, found=found, rejections=rejections)

@@ -25,7 +25,7 @@ MAX_NODE_FACTOR = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remedy:
-    """A change under which a plan exists: what to change in words, and that plan's strategy, seconds and peak."""
+    """A change under which a plan exists: what to change in words, and the first plan found under it (the fastest is at most as slow)."""
 
     change: str
     strategy: Strategy
@@ -33,7 +33,7 @@ class Remedy:
     peak_bytes: float
 
     def __str__(self) -> str:
-        return f"{self.change}: then {format_bytes(self.peak_bytes)} at {format_seconds(self.step_s)} a step"
+        return f"{self.change}: then {format_bytes(self.peak_bytes)} at {format_seconds(self.step_s)} a step or faster"
 
 
 def levers(problem: Problem, strategy: Strategy, pricer: GraphPricer) -> tuple[Alternative, ...]:
@@ -94,7 +94,7 @@ def with_nodes(cluster: Cluster, num_nodes: int) -> Cluster:
 
 
 def remedies(problem: Problem, restrictions: Restrictions) -> Iterator[Remedy]:
-    """Changes under which something fits, from the cheapest for the user to the dearest: fewer restrictions, another engine, a smaller optimizer,
+    """Changes under which something fits, from the cheapest for the user to the dearest: no headroom, fewer restrictions, another engine, a smaller optimizer,
     more nodes (the fewest that do). Each was searched; what does not help is left out."""
     for change, changed, kept in _changes(problem, restrictions):
         found = any_that_fits(changed, kept)
@@ -106,6 +106,8 @@ def remedies(problem: Problem, restrictions: Restrictions) -> Iterator[Remedy]:
 
 
 def _changes(problem: Problem, restrictions: Restrictions) -> Iterator[tuple[str, Problem, Restrictions]]:
+    if problem.headroom_frac:
+        yield "use --headroom 0", replace(problem, headroom_frac=0.0), restrictions
     if restrictions.items:
         yield f"drop --fix {restrictions}", problem, Restrictions()
     for engine in ENGINES:

@@ -42,7 +42,7 @@ class GraphPricer:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.usable_bytes = usable_bytes(problem.cluster.pool)
+        self.usable_bytes = (1.0 - problem.headroom_frac) * usable_bytes(problem.cluster.pool)
         self.cache = LoweringCache()
         self._ideal_s = ideal_s(problem.graph, problem.job, problem.cluster.pool.device, problem.cluster.num_devices)
         self._blocks: dict[int, tuple[BlockWork, tuple[tuple[float, int], tuple[float, int]]]] = {}

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from typing import TYPE_CHECKING
 
 from costmodel.engine import Engine
 from costmodel.errors import InputError
 from costmodel.hardware import Cluster
+from costmodel.units import format_percent
 from planner.graph import Graph
 from planner.job import Job
 from planner.lower import storage_dtype
@@ -23,9 +24,15 @@ if TYPE_CHECKING:
     Model = str | PathLike[str] | Mapping[str, object] | ModelSpec | Graph | nn.Module
 
 
+DEFAULT_HEADROOM_FRAC = 0.05
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """What is to be planned: `model` is the user's name for it, `spec` is None when it came as a graph or an nn.Module."""
+    """What is to be planned: `model` is the user's name for it, `spec` is None when it came as a graph or an nn.Module.
+
+    headroom_frac: the share of a device's memory that a search leaves free, in [0, 1), for what no estimate sees (fragmentation, libraries, other processes).
+    """
 
     model: str
     graph: Graph
@@ -33,9 +40,20 @@ class Problem:
     job: Job
     engine: Engine
     spec: ModelSpec | None = None
+    headroom_frac: float = 0.0
 
     def __post_init__(self) -> None:
         require_homogeneous(self.cluster)
+        if not 0.0 <= self.headroom_frac < 1.0:
+            raise InputError(
+                f"headroom {self.headroom_frac!r}", where="headroom_frac", remedy="give a share of the device in [0, 1), such as 0.05"
+            )
+
+    def with_headroom(self, frac: float | None) -> Problem:
+        """The problem whose search leaves `frac` of a device free; None leaves 5 % of an accelerator (what memory_risk calls RISKY) and nothing of a CPU rank,
+        whose memory can be swapped."""
+        default = 0.0 if self.cluster.pool.device.kind == "cpu" else DEFAULT_HEADROOM_FRAC
+        return replace(self, headroom_frac=default if frac is None else frac)
 
     def space(self, restrictions: Restrictions) -> Space:
         """The strategies that may be chosen."""
@@ -44,7 +62,8 @@ class Problem:
 
     def assumptions(self) -> tuple[str, ...]:
         """What was assumed while reading the inputs, without repeats."""
-        return tuple(dict.fromkeys((*self.cluster.notes, *self.graph.notes)))
+        kept = (f"{format_percent(self.headroom_frac)} of each device's memory stays free (headroom)",) if self.headroom_frac else ()
+        return tuple(dict.fromkeys((*kept, *self.cluster.notes, *self.graph.notes)))
 
 
 def problem_of(model: Model, cluster: Cluster | str, job: Job, engine: Engine) -> Problem:

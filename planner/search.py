@@ -12,6 +12,9 @@ The heap is popped smallest first, so when a priced entry comes out every open e
 objective. Stopped early (time limit, Ctrl-C), the smallest open bound is what `Proof.bound_s` may claim. The bounds must never exceed the
 estimate; tests/planner/test_search.py checks this against exhaustive pricing. Ties break by enumeration order, so equal inputs give equal plans.
 
+Before that a quick dive looks for any plan that fits, from the smallest states on (`first_that_fits`, DIVE strategies at most): it is what a search that is
+stopped before it priced anything returns. It prunes nothing, so it changes no answer.
+
 A strategy whose *least* memory exceeds the device is rejected before pricing, one whose estimate exceeds it after; both are counted by reason. Of a
 chain only the first member that fits is priced: those after it recompute more and are no faster (planner.space.Chain).
 """
@@ -27,12 +30,13 @@ from typing import Protocol
 from costmodel.errors import InputError, require_whole
 from costmodel.estimate import Estimate
 from costmodel.mesh import Mesh
-from costmodel.units import format_bytes
+from costmodel.units import format_bytes, format_seconds
 from planner.plan import Proof, Rejection
 from planner.space import Branch, Chain, Rejected, describe
 from planner.strategy import Strategy
 
 METHOD = "best-first branch and bound"
+DIVE = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,6 +156,8 @@ class _Search:
         self.heap: list[tuple[float, int, int, _Open | Priced]] = []
         self.found: list[tuple[float, int, Priced]] = []
         self.rejections = _Rejections()
+        self.incumbent: Priced | None = None
+        self.filled = False
         self.num_pushed = self.num_candidates = self.num_evaluated = self.num_fitting = self.num_rejected = self.num_proven = 0
         self.bound = 0.0
 
@@ -176,7 +182,15 @@ class _Search:
     def refuse(self, strategy: Strategy, error: InputError, count: int) -> None:
         self.reject(f"{describe(strategy)}: {error.what}", f"cannot run ({error.where or 'model'})", count)
 
+    @property
+    def best(self) -> tuple[Priced, ...]:
+        """The best found, else what the dive found."""
+        return tuple(priced for _, _, priced in self.found) or ((self.incumbent,) if self.incumbent else ())
+
     def fill(self, branches: Iterable[Branch | Rejected]) -> None:
+        branches = tuple(branches)
+        if not self.by_memory:
+            self.incumbent = first_that_fits(branches, self.pricer, most=DIVE)
         for branch in branches:
             if isinstance(branch, Rejected):
                 self.rejections.add(branch)
@@ -190,6 +204,7 @@ class _Search:
             else:
                 what = f"{describe(next(branch.strategies()))}: at least {format_bytes(need.peak_bytes)}"
                 self.reject(what, need.reason, branch.options.count)
+        self.filled = True
 
     def expand(self, branch: Branch, key: float) -> None:
         """Push every chain under the bound of its first member."""
@@ -284,13 +299,20 @@ class _Search:
         elif entry.branch is not None:
             self.expand(entry.branch, key)
 
+    def open_example(self) -> str:
+        """The open strategy with the smallest bound in words; empty when none is open."""
+        for key, _, _, entry in heapq.nsmallest(len(self.found) + 1, self.heap, key=lambda item: item[:3]):
+            if isinstance(entry, _Open):
+                strategy = entry.chain.member(0) if entry.chain else next(entry.branch.strategies()) if entry.branch else None
+                return f"{describe(strategy)}: at least {format_seconds(key)}" if strategy else ""
+        return ""
+
     def progress(self) -> Progress:
-        best = self.found[0][2] if self.found else None
         return Progress(
             num_evaluated=self.num_evaluated,
             num_rejected=self.num_rejected,
             num_open=len(self.heap),
-            best=best,
+            best=self.best[0] if self.best else None,
             bound_s=0.0 if self.by_memory else self.bound,
         )
 
@@ -329,15 +351,14 @@ def search(
 
 
 def _result(state: _Search, status: str) -> Result:
-    best = tuple(priced for _, _, priced in state.found)
-    bound = state.heap[0][0] if state.heap and not state.num_proven else state.bound
+    best = state.best
+    bound = state.heap[0][0] if state.heap and not state.num_proven and state.filled else state.bound
     if state.num_proven:
         status = "optimal"
     slower = state.num_candidates - state.num_rejected - state.num_fitting
     if slower and best:
-        state.rejections.add(
-            Rejected(what=f"{len(state.heap)} open entries", reason="cannot be faster than the plan (bound)", count=slower)
-        )
+        reason = "cannot be faster than the plan (bound)" if state.num_proven else "left open when the search stopped"
+        state.rejections.add(Rejected(what=state.open_example(), reason=reason, count=slower))
     proof = _proof(state, best[0], bound, status) if best and not state.by_memory else None
     return Result(
         best=best,
@@ -364,19 +385,24 @@ def _proof(state: _Search, best: Priced, bound: float, status: str) -> Proof:
     )
 
 
-def first_that_fits(branches: Iterable[Branch | Rejected], pricer: Pricer) -> Priced | None:
-    """Some strategy that fits, looked for from the smallest states on and at the ends of every chain, where the peaks are smallest; None when none does."""
+def first_that_fits(branches: Iterable[Branch | Rejected], pricer: Pricer, *, most: int | None = None) -> Priced | None:
+    """Some strategy that fits, looked for from the smallest states on and at the ends of every chain, where the peaks are smallest; None when none does (among
+    the first `most` that were looked at)."""
     limit = pricer.usable_bytes
     needs = [
         (pricer.least_states_bytes(item.mesh, max(item.options.zero_stages)).peak_bytes, item)
         for item in branches
         if isinstance(item, Branch)
     ]
+    looked = 0
     for least, branch in sorted(needs, key=lambda item: item[0]):
         if least > limit:
             return None
         for chain in branch.chains():
             for index in dict.fromkeys((chain.count - 1, 0)):
+                if looked == most:
+                    return None
+                looked += 1
                 strategy = chain.member(index)
                 try:
                     if pricer.least_bytes(strategy, limit).peak_bytes > limit:

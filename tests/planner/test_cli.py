@@ -99,8 +99,24 @@ def test_top_k(run):
 def test_time_limit_and_require_optimal(run):
     code, out, err = run("plan", "llama3-8b", "8xH100*4", *JOB, "--time-limit", "0.000001", "--require-optimal", "--json")
     assert code == 5
-    assert json.loads(out)["exit_code"] == 5
+    plan = plan_from_json(out)
+    assert (plan.proof.status, plan.estimate.fits) == ("time limit", True)
     assert "stopped (time limit)" in err
+
+
+@pytest.mark.parametrize(("text", "most"), [("25%", 0.75), ("0.5", 0.5), ("0", 1.0)])
+def test_headroom(run, text, most):
+    code, out, _ = run("plan", *SMALL, "--headroom", text, "--json")
+    estimate = plan_from_json(out).estimate
+    assert code == 0
+    assert estimate.peak_bytes <= most * estimate.usable_bytes
+
+
+@pytest.mark.parametrize("text", ["100%", "-5%", "much", "nan", "%"])
+def test_wrong_headroom(run, text):
+    code, _, err = run("plan", *SMALL, f"--headroom={text}")
+    assert code == 2
+    assert "--headroom" in err
 
 
 def test_nothing_fits(run):

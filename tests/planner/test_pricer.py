@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from costmodel.engine import engine
+from costmodel.errors import InputError
 from costmodel.hardware import Cluster
 from planner.bounds import split_bound_s
 from planner.facade import autoplan, estimate, layouts, plan_for
@@ -119,6 +120,32 @@ def test_infeasible_carries_the_nearest_miss_and_advice_that_works():
     assert error.remedies
     assert all(remedy.peak_bytes <= 4.0 * 2**30 for remedy in error.remedies)
     assert str(error.remedies[0]) in str(error)
+
+
+def test_headroom_stays_free_and_its_end_is_offered():
+    cluster, job = Cluster.parse("4xH100"), Job(global_batch=8, seq_len=2048)
+    full = autoplan(SPEC, cluster, job, headroom_frac=0.0)
+    usable = full.estimate.usable_bytes
+    kept = 1.0 - 0.8 * full.estimate.peak_bytes / usable
+    plan = autoplan(SPEC, cluster, job, headroom_frac=kept)
+    assert plan.estimate.peak_bytes <= (1.0 - kept) * usable < full.estimate.peak_bytes
+    assert plan.estimate.usable_bytes == usable
+    assert plan.estimate.step_s >= full.estimate.step_s
+    assert "headroom" in plan.assumptions[0]
+    assert not any("headroom" in text for text in full.assumptions)
+    with pytest.raises(NoPlanError) as caught:
+        autoplan(SPEC, cluster, job, headroom_frac=0.99)
+    assert caught.value.remedies[0].change == "use --headroom 0"
+    assert "after a headroom of 99.0 %" in str(caught.value)
+
+
+def test_default_headroom_is_of_accelerators():
+    assert problem().with_headroom(None).headroom_frac == 0.05
+    assert problem("local-cpu:2", precision="fp32").with_headroom(None).headroom_frac == 0.0
+    assert problem().with_headroom(0.0).headroom_frac == 0.0
+    for wrong in (1.0, -0.1, float("nan")):
+        with pytest.raises(InputError, match="headroom"):
+            problem().with_headroom(wrong)
 
 
 def test_fewest_nodes_are_the_fewest():

@@ -90,6 +90,32 @@ def test_time_limit_keeps_the_best_with_a_valid_bound():
             assert 0.0 <= result.proof.gap_frac < 1.0
 
 
+@pytest.mark.parametrize("usable_gib", [200.0, 40.0])
+def test_stopped_before_anything_was_priced_it_returns_some_plan_that_fits(usable_gib):
+    spanned = space()
+    pricer = FakePricer(space=spanned, usable_bytes=usable_gib * GIB, slack=0.3)
+    best = min(step_s for step_s, peak in oracle(spanned, pricer) if peak <= pricer.usable_bytes)
+    result = search(spanned.branches(), pricer, limits=Limits(time_limit_s=1, clock_s=itertools.count().__next__))
+    assert result.num_evaluated == 0
+    assert result.best[0].estimate.peak_bytes <= pricer.usable_bytes
+    assert result.proof.bound_s <= best <= result.proof.objective_s
+    assert any(rejection.reason == "left open when the search stopped" for rejection in result.rejections)
+
+
+def test_interrupt_before_the_bounds_claims_no_bound():
+    spanned = space()
+
+    class Stopping(FakePricer):
+        def least_branch_s(self, branch, *, tight):
+            raise KeyboardInterrupt
+
+    result = search(spanned.branches(), Stopping(space=spanned))
+    assert result.best
+    assert result.status == "interrupted"
+    assert result.proof.bound_s == 0.0
+    assert result.proof.gap_frac == 1.0
+
+
 def test_interrupt_keeps_the_best():
     spanned = space()
     pricer = FakePricer(space=spanned, slack=0.3)
