@@ -8,7 +8,7 @@ element read; weights are assumed to be cast once a step together with the optim
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from costmodel.engine import Engine
@@ -17,6 +17,8 @@ from planner.division import Division, has_tokens
 from planner.exchange import MATMULS, Exchange, Item, base, is_whole
 from planner.graph import Node, Tensor
 
+# Of a causal zig-zag ring: a later step computes all rows on half of the keys or half of the rows on all of them, equally often over the ranks.
+RING_ROWS_FRAC = 0.75
 _LAYOUTS = {"dgrad": "NN", "wgrad": "NT"}
 
 
@@ -49,7 +51,7 @@ class Emitter:
                 yield from self._casts(item, cast)
             yield self._matmul(item)
         elif item.op == "attention":
-            yield self._attention(item)
+            yield from self._attention(item)
         else:
             yield self._kernel(item)
 
@@ -85,13 +87,27 @@ class Emitter:
             backward=node.phase == "backward", layout=_LAYOUTS.get(node.role, "TN"), accumulate=accumulates,
         )  # fmt: skip
 
-    def _attention(self, node: Node) -> Compute:
+    def _attention(self, node: Node) -> Iterator[Work]:
+        """One kernel, or on a ring one a step: each sees the keys of one rank, the last of them after the last message, and adds its rows to those before."""
         loops = self.division.loops(node)
         read, write = (sum(map(self.size, names)) for names in (node.inputs, node.outputs))
-        return Compute(
+        whole = Compute(
             name=node.node_id, op_class="attention", flops=self.division.flops(node), read_bytes=read, write_bytes=write,
             dtype=self.division.compute_dtype, m=loops["q"], n=loops["kv"], k=loops["head_dim"], v_dim=loops["v_dim"], batch=loops["batch"],
             heads=loops["heads"], kv_heads=loops["kv_heads"], causal=node.causal, backward=node.phase == "backward",
+        )  # fmt: skip
+        steps = 1 if self.division.all_to_all else self.division.cp
+        if steps == 1:
+            yield whole
+            return
+        whole = replace(whole, n=-(-whole.n // steps))
+        yield _part(whole, "steps", steps - 1, steps)
+        yield Collective(name=f"{node.node_id}/wait", kind="wait", full_bytes=0.0, axis="cp")
+        yield _part(whole, "last", 1, steps)
+        merged = RING_ROWS_FRAC * (steps - 1) * write
+        yield Compute(
+            name=f"{node.node_id}/merge", op_class="elementwise", read_bytes=2.0 * merged, write_bytes=merged, dtype=whole.dtype,
+            backward=whole.backward, num_kernels=steps - 1,
         )  # fmt: skip
 
     def _kernel(self, node: Node) -> Compute:
@@ -112,6 +128,15 @@ class Emitter:
         """The share of its work that a kernel without loops (a convolution) does: that of the most divided activation it touches."""
         tensors = [self.tensors[base(name)] for name in (*node.inputs, *node.outputs)]
         return min((self.division.share(self.division.axes(tensor)) for tensor in tensors if has_tokens(tensor)), default=1.0)
+
+
+def _part(whole: Compute, name: str, steps: int, of: int) -> Compute:
+    """`steps` of the `of` equal kernels that `whole` is made of."""
+    share = steps / of
+    return replace(
+        whole, name=f"{whole.name}/{name}", flops=share * whole.flops, read_bytes=share * whole.read_bytes,
+        write_bytes=share * whole.write_bytes, num_kernels=steps,
+    )  # fmt: skip
 
 
 def _traffic(m: int, n: int, k: int, groups: int, batch: int, role: str) -> tuple[float, float]:

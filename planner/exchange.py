@@ -11,8 +11,9 @@
     routing         with ep > 1 the rows that experts read and write cross an all-to-all: dispatch and combine, forward and backward.
                     Balanced routing is assumed.
     waits           what overlaps must have arrived before its first reader: a `wait` of no bytes stands there.
-    context         ring: cp-1 steps that pass K and V on beside the attention (backward passes K, V and their gradients); all_to_all: q,
-                    k, v before and the output after attention (backward: the gradient of the output before, those of q, k, v after).
+    context         ring: cp-1 steps that pass K and V on beside the attention of all steps but the last (backward passes K, V and their gradients, and
+                    after the last step the gradients go home); all_to_all: q, k, v before and the output after attention (backward: the gradient
+                    of the output before, those of q, k, v after).
 
 Names: `t@whole` is the gathered copy of tensor t, `t@partial` its addend, `t@routed` its rows at the experts.
 """
@@ -178,7 +179,8 @@ class Exchanger:
         if not self.division.all_to_all:
             scale = 2.0 if backward else 1.0
             ring = self._exchange(node, "ring", "p2p", scale * (key_bytes + value_bytes), overlaps=True)
-            return (replace(ring, count=cp - 1),), (_wait(node.node_id, "cp"),)
+            home = self._exchange(node, "home", "p2p", key_bytes + value_bytes)
+            return (replace(ring, count=cp - 1),), ((home,) if backward else ())
         parts = (("q", queries * local["head_dim"]), ("k", key_bytes), ("v", value_bytes))
         projections = tuple(self._exchange(node, name, "all_to_all", amount) for name, amount in parts)
         output = (self._exchange(node, "out", "all_to_all", queries * local["v_dim"]),)

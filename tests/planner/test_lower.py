@@ -156,8 +156,24 @@ def test_ring_attention_passes_keys_and_values(cp: int):
     assert len(ring) == cp - 1
     assert {call.full_bytes for call in ring} == {2.0 * S / cp * H * 2}
     back = [work for work in block.backward if isinstance(work, Collective) and work.kind == "p2p"]
-    assert sum(call.full_bytes for call in back) == 2 * sum(call.full_bytes for call in ring)
-    assert all(call.overlaps for call in (*ring, *back))
+    assert [call.full_bytes for call in back] == [2 * ring[0].full_bytes] * (cp - 1) + [ring[0].full_bytes]
+    assert [call.overlaps for call in (*ring, *back)] == [True] * (2 * cp - 2) + [False]
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+def test_ring_attention_runs_step_by_step(cp: int):
+    whole, block = _layer(GPT, strategy()), _layer(GPT, strategy(cp=cp))
+    for one, works in ((whole.forward, block.forward), (whole.backward, block.backward)):
+        (alone,) = (work for work in one if isinstance(work, Compute) and work.op_class == "attention")
+        parts = [work for work in works if isinstance(work, Compute) and work.op_class == "attention"]
+        assert [part.num_kernels for part in parts] == [cp - 1, 1]
+        assert {(part.m, part.n) for part in parts} == {(S // cp, S // cp)}
+        assert sum(part.flops for part in parts) == pytest.approx(alone.flops / cp)
+        between = works[works.index(parts[0]) + 1 : works.index(parts[1])]
+        assert [work.kind for work in between if isinstance(work, Collective)] == ["wait"]
+        merge = next(work for work in works if work.name.endswith("/merge"))
+        assert merge.num_kernels == cp - 1
+        assert merge.write_bytes == pytest.approx(0.75 * (cp - 1) * sum(part.write_bytes for part in parts))
 
 
 def test_all_to_all_attention_exchanges_four_tensors_each_way():
