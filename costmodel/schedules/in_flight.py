@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -52,6 +53,6 @@ def peak_in_flight(order: Order, weights: Mapping[int, float], reduced: Mapping[
         held += change[stage, kind]
         if held > best:
             best, at_best = held, position
-    none = InFlight(full=dict.fromkeys(weights, 0), reduced=dict.fromkeys(weights, 0))
-    *_, counts = (none, *in_flight(order[:at_best]))
-    return best, InFlight(full=none.full | counts.full, reduced=none.reduced | counts.reduced)
+    ran = Counter((stage, kind) for stage, kind, _ in order[:at_best])
+    full = {stage: ran[stage, "F"] - ran[stage, "B"] - ran[stage, "I"] for stage in weights}
+    return best, InFlight(full=full, reduced={stage: ran[stage, "I"] - ran[stage, "W"] for stage in weights})
