@@ -4,15 +4,16 @@
 
 `start` is the device-side floor of one kernel (measured: the shortest kernels of the tables), host dispatch is priced in costmodel.simulate.
 
-GEMM (`gemm_s`): the output is cut in tiles of tm x tn; C cores run one tile each, so tiles run in waves, and every tile pays a prologue and epilogue worth
-k0 steps of its k loop:
+GEMM: the output is cut in tiles of tm x tn; C cores run one tile each, so tiles run in waves, and every tile pays a prologue and epilogue worth k0 steps of
+its k loop; k may be split over idle cores, whose partial sums then pass through the L2. Arithmetic and memory overlap, all but (norm of order p); a long
+kernel loses clock to the power limit:
 
-    t = start + min over tiles (tm, tn) and splits s of
-            waves(ceil(m/tm) ceil(n/tn) batch s / C) x 2 tm tn (k/s + k0) / (peak / C x e(tm, tn))
-    e(tm, tn) = e / (1 + c (1/tm + 1/tn) / 2)        smaller tiles reuse operands less
+    loop   = min over tiles (tm, tn) and splits s of  waves(x) 2 tm tn (k/s + k0) / (peak / C x e(tm, tn))  + [s > 1] (split + 8 s m n / L2)
+             x = ceil(m/tm) ceil(n/tn) batch s / C,   waves(x) = max(1, (1 - drift) ceil(x) + drift x)
+    memory = bytes (miss / (bandwidth x frac) + (1 - miss) / L2),   miss = 1 / (1 + (capacity x l2_frac / bytes)^4)
+    busy   = (loop^p + memory^p)^(1/p),   t = start + busy (1 + derate x busy / (busy + 1 ms))
 
-`waves(x)` is ceil(x), blended with x beyond the first wave because cores do not march in step (`drift`). Five constants per
-architecture and dtype (e, k0, c, drift, start), fitted by tests/bench/fit_kernels.py; values and residuals in costmodel/profiles/kernels.py.
+L2 is C x l2_per_core. Twelve constants per device and dtype, fitted by tests/bench/fit_kernels.py; values and residuals in costmodel/profiles/gemm.py.
 
 Inside a step matmuls run at `sustained` of that speed: the tables hold short bursts, a training step runs at the power limit.
 
@@ -27,15 +28,22 @@ from math import ceil
 
 from costmodel.errors import InputError
 from costmodel.hardware import Device
-from costmodel.profiles.kernels import GemmConstants, KernelProfile, kernel_profile
+from costmodel.profiles.gemm import GemmConstants
+from costmodel.profiles.kernels import KernelProfile, kernel_profile
 from costmodel.work import DTYPE_BYTES, Compute
 
-TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 64))
-SPLITS = (1, 2, 4, 8)
+TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
+TILE_CLASSES = ("", "", "square", "half", "half", "small")
+SPLITS = (1, 2, 3, 4, 6, 8, 12, 16)
+# A split leaves at least this much of k, and at most this many tiles per core.
+SPLIT_K, SPLIT_WAVES = 128, 2.0
+DERATE_HALF_S = 1e-3
 # Attention blocks per core at half speed, forward and backward (backward also splits over keys), and the sequence length at half speed: fitted to
 # FlashAttention timings on A100 and B200 at 4k-131k tokens and 4-128 heads (SimuMax system configs, Apache-2.0).
 FORWARD_FILL, BACKWARD_FILL = 1.5, 0.5
 HALF_LENGTH = 400
+# Block-scaled forms run on the units of their element.
+SCALED = {"fp8_block": "fp8"}
 _MATMUL_CLASSES = frozenset({"gemm", "grouped_gemm", "conv"})
 
 
@@ -56,6 +64,8 @@ def peak_flops(device: Device, dtype: str) -> float:
     CPUs compute every float dtype, at the fp32 rate when the device row does not say otherwise.
     """
     peak = device.peak(dtype)
+    if peak <= 0.0 and dtype in SCALED:
+        peak = device.peak(SCALED[dtype])
     if peak <= 0.0 and device.kind == "cpu":
         peak = device.peak("fp32")
     if peak <= 0.0:
@@ -71,22 +81,32 @@ def peak_flops(device: Device, dtype: str) -> float:
 def _matmul_s(work: Compute, nbytes: float, device: Device, profile: KernelProfile) -> float:
     peak = peak_flops(device, work.dtype)
     constants = profile.gemm(work.dtype)
-    bandwidth = device.memory_bandwidth_bytes_per_s * profile.bandwidth("gemm")
+    bandwidth = device.memory_bandwidth_bytes_per_s
     if not (work.m and work.n and work.k):
-        return work.num_kernels * constants.start_s + max(
-            work.flops / (peak * constants.efficiency_frac * profile.sustained_frac), nbytes / bandwidth
+        busy = max(
+            work.flops / (peak * constants.efficiency_frac * profile.sustained_frac), nbytes / (bandwidth * constants.bandwidth_frac)
         )
+        return work.num_kernels * constants.start_s + busy
     rows = max(1, ceil(work.m / work.batch)) if work.op_class == "grouped_gemm" else work.m
     cores = 1 if device.kind == "cpu" else profile.num_cores(device)
     factor = profile.sustained_frac
     if work.op_class == "grouped_gemm":
         factor *= constants.grouped_frac * (constants.grouped_accumulate_frac if work.accumulate else 1.0)
     layout = constants.layout_frac(work.layout, work.accumulate)
-    # `num_kernels` equal matrices in sequence (flops cover all of them), each of `batch` matrices at once.
+    # `num_kernels` equal matrices in sequence (flops and bytes cover all of them), each of `batch` matrices at once.
     count = max(1, work.num_kernels)
-    one = gemm_s(rows, work.n, work.k, work.batch, peak * factor * layout, cores, constants)
-    nbytes = max(nbytes, count * gemm_bytes(rows, work.n, work.k, work.batch, DTYPE_BYTES[work.dtype]) if nbytes == 0.0 else nbytes)
-    return count * constants.start_s + max(count * one, nbytes / bandwidth)
+    loop = gemm_s(rows, work.n, work.k, work.batch, peak * factor * layout, cores, constants)
+    moved = nbytes / count or gemm_bytes(rows, work.n, work.k, work.batch, DTYPE_BYTES[work.dtype])
+    miss = 1.0 / (1.0 + (profile.l2_bytes * constants.l2_frac / moved) ** 4)
+    memory = moved * (miss / (bandwidth * constants.bandwidth_frac) + (1.0 - miss) / (constants.l2_per_core * cores))
+    together: float = (loop**constants.overlap + memory**constants.overlap) ** (1.0 / constants.overlap)
+    return count * (constants.start_s + together * (1.0 + constants.derate_frac * together / (together + DERATE_HALF_S)))
+
+
+def cast_s(rows: int, columns: int, device: Device, dtype: str, profile: KernelProfile | None = None) -> float:
+    """Seconds in which a low-precision product of a table also casts its `rows` x `columns` input; a lowered step has its own cast kernels."""
+    constants = (profile or kernel_profile(device)).gemm(dtype)
+    return constants.cast_start_s + constants.cast_s * rows * columns
 
 
 def gemm_bytes(m: int, n: int, k: int, batch: int, size: float) -> float:
@@ -100,15 +120,15 @@ def gemm_s(m: int, n: int, k: int, batch: int, peak: float, cores: int, constant
         return 2.0 * batch * m * n * (k + constants.k_overhead) / (peak * constants.efficiency_frac)
     best = float("inf")
     per_core = peak * constants.efficiency_frac / cores
-    for tile_m, tile_n in TILES:
-        tiles = ceil(m / tile_m) * ceil(n / tile_n) * batch
-        reuse = 1.0 + constants.reuse * 0.5 * (1.0 / tile_m + 1.0 / tile_n)
-        flops = 2.0 * tile_m * tile_n * reuse / per_core
+    partial = 8.0 * batch * m * n / (constants.l2_per_core * cores)
+    for (tile_m, tile_n), tile_class in zip(TILES, TILE_CLASSES, strict=True):
+        tiles = ceil(m / tile_m) * ceil(n / tile_n) * batch / cores
+        step = 2.0 * tile_m * tile_n / (per_core * constants.tile_frac(tile_class))
         for split in SPLITS:
-            if split > 1 and (tiles * split > cores or k < 512 * split):
+            if split > 1 and (tiles * split > SPLIT_WAVES or k < SPLIT_K * split):
                 break
-            seconds = _waves(tiles * split / cores, constants.drift_frac) * flops * (k / split + constants.k_overhead)
-            best = min(best, seconds)
+            seconds = _waves(tiles * split, constants.drift_frac) * step * (k / split + constants.k_overhead)
+            best = min(best, seconds + (constants.split_s + split * partial if split > 1 else 0.0))
     return best
 
 

@@ -12,7 +12,7 @@ from costmodel.mesh import Mesh
 
 DTYPE_BYTES = {
     "fp64": 8, "int64": 8, "fp32": 4, "tf32": 4, "int32": 4, "bf16": 2, "fp16": 2, "int16": 2,
-    "fp8": 1, "int8": 1, "uint8": 1, "bool": 1, "fp4": 0.5,
+    "fp8": 1, "fp8_block": 1, "int8": 1, "uint8": 1, "bool": 1, "fp4": 0.5,
 }  # fmt: skip
 
 OP_CLASSES = (

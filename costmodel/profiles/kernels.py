@@ -9,33 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from costmodel.hardware import Device
+from costmodel.profiles.gemm import GemmConstants, gemm_table
 
 # Streaming speed of kernels that reduce rows or gather them, relative to a plain copy or add.
 REDUCTION_FRAC = {"norm": 0.85, "softmax": 0.85, "reduce": 0.85, "cross_entropy": 0.85, "embedding": 0.6, "index": 0.6}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GemmConstants:
-    """efficiency_frac: sustained fraction of peak of an endless tile loop. k_overhead: k steps that prologue and epilogue cost. reuse: elements at which a tile
-    is bound by operand traffic. drift: softness of waves. start_s: floor of one kernel. grouped_frac: grouped GEMM over one GEMM of the same tiles.
-    nn_frac, nt_frac: input-gradient (NN) and weight-gradient (NT) layouts relative to TN; accumulate_frac: adding into a gradient;
-    grouped_accumulate_frac: the same once more for grouped GEMM."""
-
-    efficiency_frac: float
-    k_overhead: int
-    reuse: int
-    drift_frac: float
-    start_s: float
-    grouped_frac: float = 0.9
-    nn_frac: float = 1.0
-    nt_frac: float = 1.0
-    accumulate_frac: float = 1.0
-    grouped_accumulate_frac: float = 1.0
-
-    def layout_frac(self, layout: str, accumulate: bool) -> float:
-        """Speed of `layout` relative to TN."""
-        frac = {"NN": self.nn_frac, "NT": self.nt_frac}.get(layout, 1.0)
-        return frac * (self.accumulate_frac if accumulate else 1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +20,7 @@ class KernelProfile:
     """All kernel constants of one architecture.
 
     core_flops: bf16 (fp16 where there is none) peak of one core, which counts the cores of a device. start_s: floor of a kernel that is no matmul.
+    l2_bytes: second-level cache (datasheet).
     bandwidth_frac: achieved share of memory bandwidth of large streaming kernels; REDUCTION_FRAC lowers it for the classes that reduce or look up.
     sustained_frac: matmul speed inside a training step over the speed of the short bursts that the GEMM table holds (clocks under the power limit).
     attention_*_frac: of peak, causal flops, for endless sequences on all cores, with the architecture's best kernel (FlashAttention 2 on Ampere and Ada,
@@ -53,6 +31,7 @@ class KernelProfile:
     devices: tuple[str, ...]
     archs: tuple[str, ...]
     core_flops: float
+    l2_bytes: float
     gemms: tuple[tuple[str, GemmConstants], ...]
     start_s: float
     bandwidth_frac: float
@@ -91,12 +70,8 @@ PROFILES: tuple[KernelProfile, ...] = (
         devices=("a100-sxm4", "a100-pcie", "a800"),
         archs=("ampere",),
         core_flops=312e12 / 108,
-        gemms=(
-            (
-                "bf16",
-                GemmConstants(efficiency_frac=0.960, k_overhead=169, reuse=26, drift_frac=0.58, start_s=4.2e-6, accumulate_frac=0.955),
-            ),
-        ),
+        l2_bytes=40e6,
+        gemms=gemm_table("a100", accumulate_frac=0.955),
         start_s=2.5e-6,
         bandwidth_frac=0.88,
         sustained_frac=0.93,
@@ -110,16 +85,8 @@ PROFILES: tuple[KernelProfile, ...] = (
         devices=("h100-sxm5", "h800"),
         archs=("hopper",),
         core_flops=989.4e12 / 132,
-        gemms=(
-            (
-                "bf16",
-                GemmConstants(efficiency_frac=0.929, k_overhead=162, reuse=15, drift_frac=0.64, start_s=2.6e-6, accumulate_frac=0.945),
-            ),
-            (
-                "fp8",
-                GemmConstants(efficiency_frac=0.864, k_overhead=115, reuse=62, drift_frac=0.38, start_s=13.7e-6, accumulate_frac=0.945),
-            ),
-        ),
+        l2_bytes=50e6,
+        gemms=gemm_table("h100", accumulate_frac=0.945),
         start_s=2.5e-6,
         bandwidth_frac=0.9,
         sustained_frac=0.86,
@@ -133,16 +100,8 @@ PROFILES: tuple[KernelProfile, ...] = (
         devices=("h200",),
         archs=(),
         core_flops=989.4e12 / 132,
-        gemms=(
-            (
-                "bf16",
-                GemmConstants(efficiency_frac=0.914, k_overhead=152, reuse=17, drift_frac=0.98, start_s=2.7e-6, accumulate_frac=0.945),
-            ),
-            (
-                "fp8",
-                GemmConstants(efficiency_frac=0.903, k_overhead=172, reuse=60, drift_frac=0.40, start_s=13.5e-6, accumulate_frac=0.945),
-            ),
-        ),
+        l2_bytes=50e6,
+        gemms=gemm_table("h200", accumulate_frac=0.945),
         start_s=2.5e-6,
         bandwidth_frac=0.9,
         sustained_frac=0.86,
@@ -153,37 +112,11 @@ PROFILES: tuple[KernelProfile, ...] = (
     ),
     KernelProfile(
         name="b200",
-        devices=("b200", "gb200"),
+        devices=("b200",),
         archs=("blackwell",),
         core_flops=2250e12 / 148,
-        gemms=(
-            (
-                "bf16",
-                GemmConstants(
-                    efficiency_frac=0.838,
-                    k_overhead=109,
-                    reuse=20,
-                    drift_frac=0.45,
-                    start_s=2.3e-6,
-                    accumulate_frac=0.93,
-                    grouped_frac=0.8,
-                    grouped_accumulate_frac=0.85,
-                ),
-            ),
-            (
-                "fp8",
-                GemmConstants(
-                    efficiency_frac=0.800,
-                    k_overhead=123,
-                    reuse=66,
-                    drift_frac=0.33,
-                    start_s=16.6e-6,
-                    accumulate_frac=0.93,
-                    grouped_frac=0.8,
-                    grouped_accumulate_frac=0.85,
-                ),
-            ),
-        ),
+        l2_bytes=126e6,
+        gemms=gemm_table("b200", accumulate_frac=0.93, grouped_frac=0.8, grouped_accumulate_frac=0.85),
         start_s=2.5e-6,
         bandwidth_frac=0.88,
         sustained_frac=0.68,
@@ -193,38 +126,27 @@ PROFILES: tuple[KernelProfile, ...] = (
         source="aiconfigurator-core 0.12.0 b200-sxm GEMM table (Apache-2.0)",
     ),
     KernelProfile(
+        name="gb200",
+        devices=("gb200",),
+        archs=(),
+        core_flops=2500e12 / 152,
+        l2_bytes=126e6,
+        gemms=gemm_table("gb200", accumulate_frac=0.93, grouped_frac=0.8, grouped_accumulate_frac=0.85),
+        start_s=2.5e-6,
+        bandwidth_frac=0.88,
+        sustained_frac=0.68,
+        attention_forward_frac=0.6,
+        attention_backward_frac=0.44,
+        flash2_frac=0.35,
+        source="aiconfigurator-core 0.12.0 gb200 GEMM table (Apache-2.0)",
+    ),
+    KernelProfile(
         name="b300",
-        devices=("b300", "gb300"),
+        devices=("b300",),
         archs=("blackwell-ultra",),
         core_flops=2250e12 / 148,
-        gemms=(
-            (
-                "bf16",
-                GemmConstants(
-                    efficiency_frac=0.823,
-                    k_overhead=41,
-                    reuse=21,
-                    drift_frac=0.99,
-                    start_s=2.2e-6,
-                    accumulate_frac=0.93,
-                    grouped_frac=0.8,
-                    grouped_accumulate_frac=0.85,
-                ),
-            ),
-            (
-                "fp8",
-                GemmConstants(
-                    efficiency_frac=0.858,
-                    k_overhead=143,
-                    reuse=68,
-                    drift_frac=0.28,
-                    start_s=15.7e-6,
-                    accumulate_frac=0.93,
-                    grouped_frac=0.8,
-                    grouped_accumulate_frac=0.85,
-                ),
-            ),
-        ),
+        l2_bytes=126e6,
+        gemms=gemm_table("b300", accumulate_frac=0.93, grouped_frac=0.8, grouped_accumulate_frac=0.85),
         start_s=2.5e-6,
         bandwidth_frac=0.88,
         sustained_frac=0.68,
@@ -234,17 +156,27 @@ PROFILES: tuple[KernelProfile, ...] = (
         source="aiconfigurator-core 0.12.0 b300-sxm GEMM table (Apache-2.0)",
     ),
     KernelProfile(
+        name="gb300",
+        devices=("gb300",),
+        archs=(),
+        core_flops=2500e12 / 152,
+        l2_bytes=126e6,
+        gemms=gemm_table("gb300", accumulate_frac=0.93, grouped_frac=0.8, grouped_accumulate_frac=0.85),
+        start_s=2.5e-6,
+        bandwidth_frac=0.88,
+        sustained_frac=0.68,
+        attention_forward_frac=0.6,
+        attention_backward_frac=0.44,
+        flash2_frac=0.35,
+        source="aiconfigurator-core 0.12.0 gb300 GEMM table (Apache-2.0)",
+    ),
+    KernelProfile(
         name="l40s",
         devices=("l40s",),
         archs=("ada",),
         core_flops=362.05e12 / 142,
-        gemms=(
-            (
-                "bf16",
-                GemmConstants(efficiency_frac=0.714, k_overhead=101, reuse=23, drift_frac=0.74, start_s=1.2e-6, accumulate_frac=0.955),
-            ),
-            ("fp8", GemmConstants(efficiency_frac=0.645, k_overhead=46, reuse=44, drift_frac=0.66, start_s=11.8e-6, accumulate_frac=0.955)),
-        ),
+        l2_bytes=96e6,
+        gemms=gemm_table("l40s", accumulate_frac=0.955),
         start_s=2.5e-6,
         bandwidth_frac=0.88,
         sustained_frac=0.9,
@@ -257,17 +189,9 @@ PROFILES: tuple[KernelProfile, ...] = (
         name="rtx-pro-6000",
         devices=("rtx-pro-6000",),
         archs=(),
-        core_flops=503.8e12 / 188,
-        gemms=(
-            (
-                "bf16",
-                GemmConstants(efficiency_frac=0.975, k_overhead=158, reuse=26, drift_frac=0.43, start_s=1.8e-6, accumulate_frac=0.955),
-            ),
-            (
-                "fp8",
-                GemmConstants(efficiency_frac=0.942, k_overhead=159, reuse=55, drift_frac=0.43, start_s=13.1e-6, accumulate_frac=0.955),
-            ),
-        ),
+        core_flops=467.8e12 / 188,
+        l2_bytes=128e6,
+        gemms=gemm_table("rtx-pro-6000", accumulate_frac=0.955),
         start_s=2.5e-6,
         bandwidth_frac=0.88,
         sustained_frac=0.9,
@@ -283,7 +207,8 @@ CPU = KernelProfile(
     devices=(),
     archs=(),
     core_flops=1.0,
-    gemms=(("fp32", GemmConstants(efficiency_frac=0.9, k_overhead=16, reuse=0, drift_frac=1.0, start_s=5e-6)),),
+    l2_bytes=1.0,
+    gemms=(("fp32", GemmConstants(efficiency_frac=0.9, k_overhead=16, drift_frac=1.0, start_s=5e-6)),),
     start_s=5e-6,
     bandwidth_frac=0.7,
     sustained_frac=1.0,

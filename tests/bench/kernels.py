@@ -4,8 +4,8 @@ python -m tests.bench.kernels --gemm FILE --nccl FILE --json
 
 FILE: .csv or .jsonl, plain or .gz. GEMM: device (or gpu), dtype, m, n, k, time_s (or time_us). NCCL: device (or gpu), collective, num_gpus (or gpus),
 message_bytes (or size_bytes), time_s (or time_us); more devices than a host holds are priced on gpus_per_node each. GEMM tables are short bursts, so the
-factor that a training step loses to the power limit (KernelProfile.sustained_frac) is left out here. Rows of an unknown device or dtype, or that give no
-device, are not scored; they count in `skipped`.
+factor that a training step loses to the power limit (KernelProfile.sustained_frac) is left out here; their fp8 and fp4 rows hold the cast of the input.
+Rows of an unknown device or dtype, or that give no device, are not scored; they count in `skipped`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 from costmodel.collectives import collective_s
-from costmodel.compute import compute_s
+from costmodel.compute import cast_s, compute_s
 from costmodel.errors import AutoplanError, InputError
 from costmodel.hardware import Cluster
 from costmodel.mesh import Mesh
@@ -30,7 +30,16 @@ from tests.bench.runs import read_rows
 from tests.bench.stats import summary
 
 # Words of a table's dtype -> ours; the first that occurs wins.
-DTYPE_WORDS = (("fp4", "fp4"), ("fp8", "fp8"), ("bf", "bf16"), ("half", "fp16"), ("fp16", "fp16"), ("float16", "fp16"), ("32", "fp32"))
+DTYPE_WORDS = (
+    ("fp4", "fp4"),
+    ("fp8_block", "fp8_block"),
+    ("fp8", "fp8"),
+    ("bf", "bf16"),
+    ("half", "fp16"),
+    ("fp16", "fp16"),
+    ("float16", "fp16"),
+    ("32", "fp32"),
+)
 KINDS = {"allreduce": "all_reduce", "allgather": "all_gather", "reducescatter": "reduce_scatter", "alltoall": "all_to_all",
          "sendrecv": "p2p", "p2p": "p2p", "broadcast": "broadcast"}  # fmt: skip
 Row = Mapping[str, Any]
@@ -74,7 +83,7 @@ def gemm_error(row: Row, machines: Machines) -> float:
         write_bytes=batch * max(size, 2.0) * m * n, dtype=dtype, m=m, n=n, k=k, batch=batch,
     )  # fmt: skip
     burst = replace(kernel_profile(device), sustained_frac=1.0)
-    return compute_s(work, device, burst) / _seconds(row) - 1.0
+    return (compute_s(work, device, burst) + cast_s(m, k, device, dtype, burst)) / _seconds(row) - 1.0
 
 
 def nccl_error(row: Row, machines: Machines) -> float:
