@@ -90,8 +90,7 @@ class Machine:
         kernels, links = kernel_profile(pool.device), link_profile(pool)
         if engine is None:
             return cls(pool=pool, mesh=mesh, kernels=kernels, links=links)
-        if engine.attention_kernel == "flash2":
-            kernels = kernels.with_flash2()
+        kernels = kernels.with_attention(engine.attention_kernel)
         stages = mesh.group("pp", fast_domain=pool.fast_domain, per_node=pool.devices_per_node)
         stalls = float(stages.per_node < stages.size)
         return cls(

@@ -31,7 +31,8 @@ class Engine:
     pipeline_buffers: stages run in torch.distributed.pipelining: receive buffers are allocated for every micro-batch up front and stage outputs are kept until
         their backward; a split backward keeps all it saved until the weight gradients, and the first stage runs all of its backward there (torch 2.13 stage.py,
         _backward.py: the graph is retained, and stage 0 skips stage_backward_input).
-    attention_kernel: "native" runs the architecture's best fused attention (cuDNN, FlashAttention 3), "flash2" FlashAttention 2 everywhere.
+    attention_kernel: "native" runs the architecture's best fused attention (cuDNN, FlashAttention 3), "flash2" FlashAttention 2 everywhere, "triton"
+        the Triton version of FlashAttention 1.
     fused_optimizer: one kernel updates each group of weights; otherwise temporaries of all weights appear in the optimizer step.
     overlap_tensor_parallel: in backward, reductions of input gradients and repeated gathers of inputs run beside the weight and input gradient matmuls.
     recompute_stops_early: full recompute ends with the last kernel whose output backward reads (torch's non-reentrant checkpoint with early_stop).
@@ -347,7 +348,7 @@ ENGINES: tuple[Engine, ...] = (
         bucket_elements=6_553_600,
         bucket_elements_per_rank=0,
         pipeline_buffers=True,
-        attention_kernel="flash2",
+        attention_kernel="triton",
         fused_optimizer=True,
         overlap_tensor_parallel=False,
         recompute_stops_early=False,

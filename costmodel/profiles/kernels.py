@@ -14,6 +14,10 @@ from costmodel.profiles.gemm import GemmConstants, gemm_table
 # Streaming speed of kernels that reduce rows or gather them, relative to a plain copy or add.
 REDUCTION_FRAC = {"norm": 0.85, "softmax": 0.85, "reduce": 0.85, "cross_entropy": 0.85, "embedding": 0.6, "index": 0.6}
 
+# Attention kernels relative to FlashAttention 2. "triton": FlashAttention 1 in Triton, with ALiBi, as LLM Foundry ran it: its 13 runs at 16k to 65k
+# tokens, where attention is most of the step, on A100 and H100 (0.55-0.64).
+ATTENTION_OVER_FLASH2 = {"flash2": 1.0, "triton": 0.58}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelProfile:
@@ -49,10 +53,14 @@ class KernelProfile:
         """Achieved fraction of memory bandwidth of large kernels of `op_class`."""
         return self.bandwidth_frac * REDUCTION_FRAC.get(op_class, 1.0)
 
-    def with_flash2(self) -> KernelProfile:
-        """The profile with FlashAttention 2 in place of the architecture's best attention kernel."""
-        forward, backward = self.attention_forward_frac * self.flash2_frac, self.attention_backward_frac * self.flash2_frac
-        return replace(self, attention_forward_frac=forward, attention_backward_frac=backward, flash2_frac=1.0)
+    def with_attention(self, kernel: str) -> KernelProfile:
+        """The profile with the attention kernels of one generation (Engine.attention_kernel) in place of the architecture's best."""
+        if kernel == "native":
+            return self
+        frac = self.flash2_frac * ATTENTION_OVER_FLASH2[kernel]
+        return replace(
+            self, attention_forward_frac=self.attention_forward_frac * frac, attention_backward_frac=self.attention_backward_frac * frac
+        )
 
     def num_cores(self, device: Device) -> int:
         """Cores (SMs) of `device` by its half-precision peak."""
