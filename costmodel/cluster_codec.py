@@ -66,6 +66,8 @@ def _device(data: object, where: str) -> Device:
     values: Json = {name: _text(table[name], f"{where}.{name}") for name in ("device_id", "arch", "kind", "source") if name in table}
     for name in ("memory_bytes", "memory_bandwidth_bytes_per_s"):
         values[name] = number(table[name], f"{where}.{name}")
+    if "power_frac" in table:
+        values["power_frac"] = number(table["power_frac"], f"{where}.power_frac")
     return Device(peak_flops=tuple((str(dtype), number(rate, f"{where}.peak_flops.{dtype}")) for dtype, rate in peaks.items()), **values)
 
 

@@ -44,6 +44,8 @@ FORWARD_FILL, BACKWARD_FILL = 1.5, 0.5
 HALF_LENGTH = 400
 # Block-scaled forms run on the units of their element.
 SCALED = {"fp8_block": "fp8"}
+# Matmul clocks under a power limit: power goes with clock x voltage^2 and voltage follows the clock in that range, less what does not depend on it.
+POWER_EXPONENT = 0.5
 _MATMUL_CLASSES = frozenset({"gemm", "grouped_gemm", "conv"})
 
 
@@ -84,12 +86,12 @@ def _matmul_s(work: Compute, nbytes: float, device: Device, profile: KernelProfi
     bandwidth = device.memory_bandwidth_bytes_per_s
     if not (work.m and work.n and work.k):
         busy = max(
-            work.flops / (peak * constants.efficiency_frac * profile.sustained_frac), nbytes / (bandwidth * constants.bandwidth_frac)
+            work.flops / (peak * constants.efficiency_frac * profile.sustained_frac * device.power_frac**POWER_EXPONENT), nbytes / (bandwidth * constants.bandwidth_frac)
         )
         return work.num_kernels * constants.start_s + busy
     rows = max(1, ceil(work.m / work.batch)) if work.op_class == "grouped_gemm" else work.m
     cores = 1 if device.kind == "cpu" else profile.num_cores(device)
-    factor = profile.sustained_frac
+    factor = profile.sustained_frac * device.power_frac**POWER_EXPONENT
     if work.op_class == "grouped_gemm":
         factor *= constants.grouped_frac * (constants.grouped_accumulate_frac if work.accumulate else 1.0)
     layout = constants.layout_frac(work.layout, work.accumulate)
@@ -144,5 +146,6 @@ def _attention_s(work: Compute, nbytes: float, device: Device, profile: KernelPr
     if device.kind != "cpu":
         half = (BACKWARD_FILL if work.backward else FORWARD_FILL) * profile.num_cores(device)
         frac *= blocks / (blocks + half) * work.n / (work.n + HALF_LENGTH)
+    peak *= device.power_frac**POWER_EXPONENT
     moved = nbytes / (device.memory_bandwidth_bytes_per_s * profile.bandwidth("attention"))
     return work.num_kernels * profile.start_s + max(work.flops / (peak * frac), moved)

@@ -36,7 +36,8 @@ class Engine:
     fused_optimizer: one kernel updates each group of weights; otherwise temporaries of all weights appear in the optimizer step.
     overlap_tensor_parallel: in backward, reductions of input gradients and repeated gathers of inputs run beside the weight and input gradient matmuls.
     recompute_stops_early: full recompute ends with the last kernel whose output backward reads (torch's non-reentrant checkpoint with early_stop).
-    selective_recompute: what "selective" recompute means: "core_attention" or "keep_matmuls" (all but matmul and attention outputs).
+    selective_recompute: what "selective" recompute means: "core_attention", "keep_matmuls" (all but matmul and attention outputs) or
+        "keep_every_other_matmul".
     splits_modules: it trains the user's own module, cutting weights contiguously and its list of blocks (planner.module_limits); else model code of its own.
     zero_stages, schedules, recompute, precisions, supports_*: what it can express; a plan for the engine uses only that.
     lean_layers: latent attention, router and experts keep what Megatron-core's code keeps (planner.lean).

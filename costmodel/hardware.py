@@ -17,7 +17,10 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """One accelerator (or one CPU rank). `peak_flops` maps a dtype of costmodel.work.DTYPE_BYTES to dense flops per second."""
+    """One accelerator (or one CPU rank). `peak_flops` maps a dtype of costmodel.work.DTYPE_BYTES to dense flops per second.
+
+    `power_frac`: its power limit over the power the device was designed for; matmuls slow down with it (costmodel.compute).
+    """
 
     device_id: str
     arch: str
@@ -26,6 +29,7 @@ class Device:
     peak_flops: tuple[tuple[str, float], ...]
     kind: str = "gpu"
     source: str = ""
+    power_frac: float = 1.0
 
     def peak(self, dtype: str) -> float:
         """Dense peak flops per second of `dtype`, 0.0 when the device has no unit for it."""

@@ -4,6 +4,7 @@
     selective   "core_attention" (Megatron): drop everything of batch x heads x q x kv elements, the scores; with flash attention there are
                 none, so nothing is dropped
                 "keep_matmuls" (torch selective checkpointing): keep block inputs and the outputs of matmuls and attention that are needed, drop the rest
+                "keep_every_other_matmul" (torchtitan's stock policy): the same, but the second, fourth, ... matmul runs again
     full        keep the block's inputs only; the whole forward runs again, its communication included
 
 What runs again is the closure of what backward reads through the dataflow, up to kept tensors. Full recompute repeats the whole forward (Megatron's
@@ -42,7 +43,9 @@ def residency(block: Block, policy: str, *, selective: str = "keep_matmuls", sto
         scores = _scores(block)
         kept = tuple(name for name in block.saved if name not in scores)
         return Residency(kept=kept, again=_closure(forward, needed, set(kept), block))
-    matmul_outputs = {name for node in forward if node.op in _MATMULS for name in node.outputs}
+    matmuls = [node for node in forward if node.op in _MATMULS and node.op != "attention"]
+    dropped = {node.node_id for node in matmuls[1::2]} if selective == "keep_every_other_matmul" else set()
+    matmul_outputs = {name for node in forward if node.op in _MATMULS and node.node_id not in dropped for name in node.outputs}
     inputs = set(_kept_inputs(block, needed))
     again = _closure(forward, needed, matmul_outputs | inputs, block)
     read = needed | {name for node in again for name in node.inputs}

@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from costmodel.clusters import find_device
 from costmodel.errors import InputError
 from costmodel.hardware import Cluster, NodePool
 
 GIGABIT_PER_S = 1e9 / 8
 # Line rate of one card or link by the generation that a text names, Gbit/s.
+MEMORY_STACKS = {"hbm2e": (16, 408e9)}  # GB and bytes per second of one stack: 3.2 Gbit/s on 1,024 pins
 LINK_GENERATIONS = {"omni-path": 100.0, "omnipath": 100.0, "edr": 100.0, "hdr": 200.0, "ndr": 400.0, "xdr": 800.0}
 _RATE = re.compile(r"(?:(\d+)\s*x\s*)?(\d+(?:\.\d+)?)\s*(gb/s|gbps|gbit/s|gbytes/s|tb/s)", re.IGNORECASE)
 
@@ -29,7 +31,7 @@ class Machines:
         if key not in self._known:
             nodes, rest = divmod(devices, per_node)
             cluster = _parse(row["gpu"], per_node, max(1, nodes))
-            pool = _network(_memory(cluster.pool, row["gpu"]), row.get("inter_bw") or "", row.get("gpus_per_node") or 8)
+            pool = _network(_power(_memory(cluster.pool, row["gpu"]), row["gpu"]), row.get("inter_bw") or "", row.get("gpus_per_node") or 8)
             spare = (replace(pool, num_nodes=1, devices_per_node=rest),) if rest else ()
             self._known[key] = replace(cluster, pools=(pool, *spare))
         return self._known[key]
@@ -52,7 +54,20 @@ def _memory(pool: NodePool, gpu: str) -> NodePool:
     found = re.search(r"(\d+)\s*G(?:i)?B\b", gpu)
     if not found or abs(float(found[1]) * 2**30 / pool.device.memory_bytes - 1) < 0.1:
         return pool
-    return replace(pool, device=replace(pool.device, memory_bytes=float(found[1]) * 2**30))
+    device = replace(pool.device, memory_bytes=float(found[1]) * 2**30)
+    for kind, (size, rate) in MEMORY_STACKS.items():
+        if kind in gpu.lower():
+            device = replace(device, memory_bandwidth_bytes_per_s=float(found[1]) / size * rate)
+    return replace(pool, device=device)
+
+
+def _power(pool: NodePool, gpu: str) -> NodePool:
+    """The pool with the power limit that the device's name states ("...-500W")."""
+    found = re.search(r"\b(\d+)W\b", gpu)
+    design = find_device(pool.device.device_id).tdp_w if found else 0.0
+    if not found or not design:
+        return pool
+    return replace(pool, device=replace(pool.device, power_frac=min(1.0, float(found[1]) / design)))
 
 
 def _network(pool: NodePool, text: str, per_node: int) -> NodePool:

@@ -16,7 +16,13 @@ BLOCKS = {
     "gpt": gpt_layer(), "gpt-separate": gpt_layer(separate=True), "llama": LLAMA, "llama-fused": fuse(LLAMA),
     "gpt-scores": unfuse_attention(gpt_layer(), dropout=True), "llama-scores-fused": fuse(unfuse_attention(LLAMA)),
 }  # fmt: skip
-POLICIES = [("none", "keep_matmuls"), ("selective", "keep_matmuls"), ("selective", "core_attention"), ("full", "keep_matmuls")]
+POLICIES = [
+    ("none", "keep_matmuls"),
+    ("selective", "keep_matmuls"),
+    ("selective", "core_attention"),
+    ("selective", "keep_every_other_matmul"),
+    ("full", "keep_matmuls"),
+]
 
 
 @pytest.mark.parametrize("name", BLOCKS)
