@@ -15,6 +15,9 @@ GIGABIT_PER_S = 1e9 / 8
 # Line rate of one card or link by the generation that a text names, Gbit/s.
 MEMORY_STACKS = {"hbm2e": (16, 408e9)}  # GB and bytes per second of one stack: 3.2 Gbit/s on 1,024 pins
 LINK_GENERATIONS = {"omni-path": 100.0, "omnipath": 100.0, "edr": 100.0, "hdr": 200.0, "ndr": 400.0, "xdr": 800.0}
+# Fabrics of one cloud each, and the latency of InfiniBand (costmodel/catalog/defaults.yaml).
+CLOUD_FABRICS = ("efa", "tcpx")
+INFINIBAND_S = 4e-6
 _RATE = re.compile(r"(?:(\d+)\s*x\s*)?(\d+(?:\.\d+)?)\s*(gb/s|gbps|gbit/s|gbytes/s|tb/s)", re.IGNORECASE)
 
 
@@ -71,7 +74,7 @@ def _power(pool: NodePool, gpu: str) -> NodePool:
 
 
 def _network(pool: NodePool, text: str, per_node: int) -> NodePool:
-    """The pool with the network rate that `text` states ("400 Gb/s per GPU", "1600 Gbps node-node", "4x Omni-Path per node"), else as it is."""
+    """The pool with the network rate that `text` states ("400 Gb/s per GPU", "1600 Gbps node-node", "4x Omni-Path per node"), else at its usual rate."""
     found, low = _RATE.search(text), text.lower()
     if found:
         unit = found[3].lower()
@@ -79,8 +82,9 @@ def _network(pool: NodePool, text: str, per_node: int) -> NodePool:
         rate = float(found[1] or 1) * float(found[2]) * scale
     else:
         named = next(((name, speed) for name, speed in LINK_GENERATIONS.items() if name in low), None)
-        if named is None:
-            return pool
+        if named is None:  # A silent row ran on the fabric of the makers' reference clusters, unless its host is of a named cloud.
+            silent = pool.network.kind in CLOUD_FABRICS and pool.network.kind not in low
+            return replace(pool, network=replace(pool.network, kind="infiniband", latency_s=INFINIBAND_S)) if silent else pool
         count = re.search(r"(\d+)\s*x\s", low)
         rate = named[1] * float(count[1] if count else 1)
     shared = per_node if "node" in low and "per gpu" not in low else 1

@@ -27,13 +27,8 @@ class Stack:
 
 
 STACKS: tuple[Stack, ...] = (
-<<<<<<< HEAD
     Stack(words=("megatron-fsdp", "megatron_fsdp"), engines=("megatron_fsdp", "megatron"), sequence_parallel=True),
-    Stack(words=("torchtitan", "fsdp2"), engines=("torchtitan",), sequence_parallel=True),
-=======
-    Stack(words=("megatron-fsdp", "megatron_fsdp"), engines=("megatron_fsdp", "torchtitan"), sequence_parallel=True),
     Stack(words=("torchtitan", "fsdp2"), engines=("torchtitan",), sequence_parallel=True, selective_recompute="keep_every_other_matmul"),
->>>>>>> 7df1bdd (Power limits and memory generations of measured devices; torchtitan's stock selective recompute drops every other matmul)
     Stack(words=("nanotron",), engines=("nanotron", "megatron"), sequence_parallel=True, cut="cost"),
     Stack(words=("megatron-deepspeed", "megatron_deepspeed"), engines=("megatron_deepspeed", "megatron")),
     Stack(words=("nemo", "megatron-bridge"), engines=("megatron",), sequence_parallel=True),
@@ -65,13 +60,10 @@ def engine_of(row: Mapping[str, Any], stack: Stack, zero_stage: int, schedule: s
     known = {engine.name: engine for engine in ENGINES}
     candidates = [known[name] for name in stack.engines if name in known] or [known[name] for name in PLAIN.engines]
     engine = next((item for item in candidates if zero_stage in item.zero_stages), candidates[0])
-<<<<<<< HEAD
     if zero_stage not in engine.zero_stages:
         engine = replace(engine, zero_stages=(*engine.zero_stages, zero_stage), fully_shard=engine.fully_shard or zero_stage >= 2)
-=======
     if stack.selective_recompute:
         engine = replace(engine, selective_recompute=stack.selective_recompute)
->>>>>>> 7df1bdd (Power limits and memory generations of measured devices; torchtitan's stock selective recompute drops every other matmul)
     if schedule != "none" and schedule not in engine.schedules:
         engine = replace(engine, schedules=(*engine.schedules, schedule))
     return _overlaps(engine, row["plan"].get("overlap"))
