@@ -80,18 +80,23 @@ def peak_flops(device: Device, dtype: str) -> float:
     return peak
 
 
+def clock_frac(device: Device) -> float:
+    """Matmul clock of `device` under its power limit over the clock at its design power."""
+    return float(device.power_frac**POWER_EXPONENT)
+
+
 def _matmul_s(work: Compute, nbytes: float, device: Device, profile: KernelProfile) -> float:
     peak = peak_flops(device, work.dtype)
     constants = profile.gemm(work.dtype)
     bandwidth = device.memory_bandwidth_bytes_per_s
     if not (work.m and work.n and work.k):
         busy = max(
-            work.flops / (peak * constants.efficiency_frac * profile.sustained_frac * device.power_frac**POWER_EXPONENT), nbytes / (bandwidth * constants.bandwidth_frac)
+            work.flops / (peak * constants.efficiency_frac * profile.sustained_frac * clock_frac(device)), nbytes / (bandwidth * constants.bandwidth_frac)
         )
         return work.num_kernels * constants.start_s + busy
     rows = max(1, ceil(work.m / work.batch)) if work.op_class == "grouped_gemm" else work.m
     cores = 1 if device.kind == "cpu" else profile.num_cores(device)
-    factor = profile.sustained_frac * device.power_frac**POWER_EXPONENT
+    factor = profile.sustained_frac * clock_frac(device)
     if work.op_class == "grouped_gemm":
         factor *= constants.grouped_frac * (constants.grouped_accumulate_frac if work.accumulate else 1.0)
     layout = constants.layout_frac(work.layout, work.accumulate)
@@ -146,6 +151,6 @@ def _attention_s(work: Compute, nbytes: float, device: Device, profile: KernelPr
     if device.kind != "cpu":
         half = (BACKWARD_FILL if work.backward else FORWARD_FILL) * profile.num_cores(device)
         frac *= blocks / (blocks + half) * work.n / (work.n + HALF_LENGTH)
-    peak *= device.power_frac**POWER_EXPONENT
+    peak *= clock_frac(device)
     moved = nbytes / (device.memory_bandwidth_bytes_per_s * profile.bandwidth("attention"))
     return work.num_kernels * profile.start_s + max(work.flops / (peak * frac), moved)
