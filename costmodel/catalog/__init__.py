@@ -42,7 +42,7 @@ class DeviceRow:
     sources: tuple[str, ...]
     caveat: str = ""
     remarks: str = ""
-    tdp_w: float = 0.0
+    design_watts: float = 0.0
 
     @property
     def name(self) -> str:
@@ -157,7 +157,7 @@ def _device_row(row: Mapping[str, Any], defaults: Mapping[str, Any]) -> DeviceRo
         sources=tuple(row["sources"]),
         caveat=row.get("caveat", ""),
         remarks=row.get("remarks", ""),
-        tdp_w=float(row.get("tdp_w") or 0.0),
+        design_watts=float(row.get("tdp_w") or 0.0),
     )
 
 

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 PREFIXED_UNIT = re.compile(r"_(ms|us|ns|kb|mb|gb|tb|kib|mib|gib|tib|gbps|gflops?|tflops?|pflops?|mhz|ghz|pct|percent)$", re.IGNORECASE)
-UNIT = re.compile(r"(^|_)(s|bytes|frac|flops|per_[a-z_]+)$")
+UNIT = re.compile(r"(^|_)(s|watts|bytes|frac|flops|per_[a-z_]+)$")
 # Floats without a unit: counts that sharding makes fractional, and amounts whose unit the holding field names.
 UNITLESS = {
     "ParameterShard.dense", "ParameterShard.expert", "ParameterShard.frozen_dense", "ParameterShard.frozen_expert",

@@ -67,7 +67,7 @@ def _memory(pool: NodePool, gpu: str) -> NodePool:
 def _power(pool: NodePool, gpu: str) -> NodePool:
     """The pool with the power limit that the device's name states ("...-500W")."""
     found = re.search(r"\b(\d+)W\b", gpu)
-    design = find_device(pool.device.device_id).tdp_w if found else 0.0
+    design = find_device(pool.device.device_id).design_watts if found else 0.0
     if not found or not design:
         return pool
     return replace(pool, device=replace(pool.device, power_frac=min(1.0, float(found[1]) / design)))
