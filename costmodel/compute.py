@@ -91,7 +91,8 @@ def _matmul_s(work: Compute, nbytes: float, device: Device, profile: KernelProfi
     bandwidth = device.memory_bandwidth_bytes_per_s
     if not (work.m and work.n and work.k):
         busy = max(
-            work.flops / (peak * constants.efficiency_frac * profile.sustained_frac * clock_frac(device)), nbytes / (bandwidth * constants.bandwidth_frac)
+            work.flops / (peak * constants.efficiency_frac * profile.sustained_frac * clock_frac(device)),
+            nbytes / (bandwidth * constants.bandwidth_frac),
         )
         return work.num_kernels * constants.start_s + busy
     rows = max(1, ceil(work.m / work.batch)) if work.op_class == "grouped_gemm" else work.m
