@@ -76,7 +76,8 @@ def _compare(
         raise InputError(f"{path} does not run split over tp = {mesh.size()}: {error}", where="passes.selfcheck", remedy=_REMEDY) from error
     block.train(training)
     actual = gather_sequence(actual, mesh) if sharded else actual
-    relative, rounding = TOLERANCE[actual.dtype]
+    device = actual.device.type
+    relative, rounding = TOLERANCE[torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else actual.dtype]
     added, largest = (truth - hidden[0]).abs().max(), hidden[0].abs().max()
     off = (actual - truth).abs().max()
     if not off <= relative * added + rounding * largest:

@@ -101,6 +101,8 @@ def _engine(job: Job, strategy: Strategy, engine: Engine) -> Iterator[InputError
 def _own_module(graph: Graph, strategy: Strategy, engine: Engine) -> Iterator[InputError]:
     """What an engine that trains the user's module cannot do to it (planner.module_limits)."""
     mesh = strategy.mesh
+    if not strategy.flash_attention:
+        yield InputError(f"{engine.name} calls the attention that the model calls", where="Strategy.flash_attention", remedy="leave it on")
     obstacles = (
         ("Strategy.mesh.tp", "use tp 1", (tensor_obstacle(graph) or heads_obstacle(graph, mesh.tp)) if mesh.tp > 1 else ""),
         (

@@ -42,7 +42,7 @@ PROBLEMS = [
     ({"cluster": "1xH100*6", "global_batch": 12}, ""),
     ({"spec": MOE, "engine_name": "torchtitan"}, "pp=1,cp=1"),
     ({"spec": MOE, "engine_name": "megatron"}, "cp=1,zero=1"),
-    ({"cluster": "4xV100", "precision": "fp16", "seq_len": 512}, ""),
+    ({"cluster": "4xV100", "engine_name": "torchtitan", "precision": "fp16", "seq_len": 512}, "cp=1"),
 ]
 
 

@@ -85,10 +85,19 @@ def test_other_optimizers_train_on_parts(pool, optimizer):
     assert losses[0][-1] < losses[0][0]
 
 
-@pytest.mark.parametrize("zero_stage", [0, 3])
-def test_bf16(pool, zero_stage):
-    axis = "dp_shard" if zero_stage else "dp_replicate"
-    exact = pool.run("tests.runtime.cases:train_target", ranks=2, plan={"mesh": {axis: 2}, "zero_stage": zero_stage})[0]
-    half = pool.run("tests.runtime.cases:train_target", ranks=2, plan={"mesh": {axis: 2}, "zero_stage": zero_stage, "precision": "bf16"})[0]
+BF16 = {
+    "ddp": {"mesh": {"dp_replicate": 2}},
+    "zero 2": {"mesh": {"dp_shard": 2}, "zero_stage": 2},
+    "zero 3": {"mesh": {"dp_shard": 2}, "zero_stage": 3},
+    "tp": {"mesh": {"tp": 2}},
+    "tp, sp": {"mesh": {"tp": 2}, "sequence_parallel": True},
+    "pp": {"mesh": {"pp": 2}, "schedule": "1f1b", "micro_batch": 2},
+}
+
+
+@pytest.mark.parametrize("name", BF16)
+def test_bf16(pool, name):
+    exact = pool.run("tests.runtime.cases:train_target", ranks=2, plan=BF16[name])[0]
+    half = pool.run("tests.runtime.cases:train_target", ranks=2, plan={**BF16[name], "precision": "bf16"})[0]
     assert half == pytest.approx(exact, rel=5e-3)
     assert half != exact
