@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from costmodel.estimate import Estimate, StageMemory
+from costmodel.estimate import Estimate, Line, StageMemory
 from costmodel.hardware import Cluster, Device, Link, NodePool
 from costmodel.mesh import Mesh
 from planner.job import Job
@@ -51,7 +51,14 @@ def cluster(num_devices: int) -> Cluster:
 def estimate(num_stages: int) -> Estimate:
     """An estimate with every field set and nothing in it."""
     stages = tuple(
-        StageMemory(rank_index=index, classes=(), init_peak_bytes=1.0, step_peak_bytes=1.0, optimizer_peak_bytes=1.0, in_flight=1.0)
+        StageMemory(
+            rank_index=index,
+            classes=(Line(name="parameters", amount=1.0),),
+            init_peak_bytes=1.0,
+            step_peak_bytes=1.0,
+            optimizer_peak_bytes=1.0,
+            in_flight=1.0,
+        )
         for index in range(num_stages)
     )
     return Estimate(

@@ -56,6 +56,34 @@ def test_what_ranks_refuse_comes_back_typed(tmp_path):
     assert caught.value.remedy
 
 
+BROKEN = {
+    "raises": (
+        "def build_model():\n    raise KeyError('no checkpoint')\n",
+        r"target_raises.py:2: rank 0 failed with KeyError: 'no checkpoint'",
+    ),
+    "loss": (
+        "from examples.gpt import build_model\ndef loss_fn(output, batch):\n    return output.sum(-1)\n",
+        r"loss_fn gave a tensor of shape",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_target_is_named(tmp_path, monkeypatch, name):
+    source, message = BROKEN[name]
+    (tmp_path / f"target_{name}.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    path = write(make_plan(seq_len=32), tmp_path / "plan.json")
+    with pytest.raises(InputError, match=message):
+        run_local(path, f"target_{name}:build_model", steps=2, quiet=True)
+
+
+def test_the_report_must_be_writable(tmp_path):
+    path = write(make_plan(), tmp_path / "plan.json")
+    with pytest.raises(InputError, match="cannot write the report"):
+        run_local(path, "examples.gpt:build_model", report=tmp_path / "missing" / "report.json")
+
+
 @pytest.mark.parametrize("name", ["examples.gpt", "no.such:thing", "examples.gpt:nothing", ":build_model"])
 def test_bad_targets(name):
     with pytest.raises(InputError) as caught:
