@@ -1,18 +1,19 @@
 """Seconds of one collective: alpha-beta per protocol and tier.
 
-Inside a fast domain of p ranks (ring, NCCL's low-latency and bulk protocols, whichever ends first):
+Inside a fast domain of p ranks (NCCL's protocols LL, LL128 and Simple: more latency buys more bandwidth; whichever ends first):
 
-    t = min( alpha + f S / (0.5 B frac),  3 alpha + f S / (B frac) )          alpha = base + hop x steps
+    t = min over protocols ( latency x alpha + f S / (share x B frac) )          alpha = base + hop x steps
+    rings: (latency, share) = (1, 0.05), (1.15, 0.55), (3, 1);   all_to_all, p2p: (1, 0.04), (1.6, 0.8), (3.2, 1)
     f: all_reduce 2 (n-1)/n, all_gather, reduce_scatter, all_to_all (n-1)/n, broadcast and p2p 1
-    steps: all_reduce 2 (n-1), all_gather, reduce_scatter, all_to_all n - 1, broadcast and p2p 1
+    steps: all_reduce 2 (n-1), all_gather, reduce_scatter n - 1, broadcast 1; all_to_all n - 1 and p2p 1 with the exchange's base and hop
 
 `frac` is the achieved share of the link for (kind, n), measured for the devices in costmodel/profiles/links.py, by rule of the link kind elsewhere.
 Over N > 1 domains the slower of two concurrent tiers rules (NCCL pipelines them). A ring crosses every domain boundary once per channel, so
 what the p cards of a domain carry is the flow of every other link; two domains exchange halves in a tree. Latency is a ring in lock step with its slowest
-hop, or a tree:
+hop; an all_reduce may run on a tree of few steps and less bandwidth:
 
-    t = alpha + max( f S / (B frac),  g S / (p W frac_W) )      g = f; all_reduce on two domains (double tree): g = 1
-    alpha = base + 2 W.latency x steps, for all_reduce at most base + 2 log2(N) W.latency + 2 p hop
+    t = base + 2 W.latency x steps + max( f S / (B frac),  g S / (p W frac_W) )      g = f; all_reduce on two domains (double tree): g = 1
+    tree: base + 2 log2(N) W.latency + 2 p hop + max(..) / 0.62 (1 on two domains), whichever ends first
 
 with W the network bandwidth per device. An all-to-all sends (n - p)/n of its bytes over the network from one card, the rest inside. Formulas: NCCL
 tests' PERFORMANCE.md (bus bandwidth) and Hockney's alpha-beta model.
@@ -26,10 +27,14 @@ from costmodel.hardware import Link, NodePool
 from costmodel.mesh import Group
 from costmodel.profiles.links import LinkProfile, link_profile
 
-BULK_LATENCY = 3.0
-LOW_LATENCY_FRAC = 0.5
+# (latency, share of bandwidth) of the protocols, one set for all devices: fitted with costmodel/profiles/links.py on 4,200 points of nine devices.
+RING_PROTOCOLS = ((1.0, 0.05), (1.15, 0.55), (3.0, 1.0))
+EXCHANGE_PROTOCOLS = ((1.0, 0.04), (1.6, 0.8), (3.2, 1.0))
+_EXCHANGES = frozenset({"all_to_all", "p2p"})
 # A ring step over the network waits for its data and for the credit that frees the buffer behind it.
 RING_STEP = 2.0
+# Bandwidth of a tree over a ring's: 187-191 of 280-310 GB/s on 4-64 hosts of eight B200 on NDR (public nccl-tests report).
+TREE_FRAC = 0.62
 _ROUNDS = frozenset({"all_gather", "reduce_scatter", "all_to_all"})
 
 
@@ -64,9 +69,12 @@ def ring_steps(kind: str, size: int) -> int:
 
 
 def _inside_s(kind: str, full_bytes: float, size: int, link: Link, profile: LinkProfile) -> float:
-    alpha = profile.base_s + profile.hop_s * ring_steps(kind, size)
     wire = volume_factor(kind, size) * full_bytes / (link.bandwidth_bytes_per_s * profile.frac(kind, size))
-    return min(alpha + wire / LOW_LATENCY_FRAC, BULK_LATENCY * alpha + wire)
+    if kind in _EXCHANGES:
+        alpha, protocols = profile.exchange_base_s + profile.exchange_hop_s * ring_steps(kind, size), EXCHANGE_PROTOCOLS
+    else:
+        alpha, protocols = profile.base_s + profile.hop_s * ring_steps(kind, size), RING_PROTOCOLS
+    return min(latency * alpha + wire / share for latency, share in protocols)
 
 
 def _across_s(kind: str, full_bytes: float, size: int, local: int, fast: Link, outer: Link, profile: LinkProfile) -> float:
@@ -79,9 +87,10 @@ def _across_s(kind: str, full_bytes: float, size: int, local: int, fast: Link, o
     if kind == "all_to_all":
         alpha = profile.base_s + outer.latency_s
         return alpha + max(inside_wire, full_bytes * (size - local) / size / bandwidth)
-    ring = RING_STEP * ring_steps(kind, size) * outer.latency_s
-    tree = 2.0 * ceil(log2(domains)) * outer.latency_s + 2.0 * profile.hop_s * local
-    alpha = profile.base_s + (min(ring, tree) if kind == "all_reduce" else ring)
     factor = 1.0 if kind == "all_reduce" and domains == 2 else volume_factor(kind, size)
-    outer_wire = factor * full_bytes / (local * bandwidth)
-    return alpha + max(inside_wire, outer_wire)
+    wire = max(inside_wire, factor * full_bytes / (local * bandwidth))
+    ring = RING_STEP * ring_steps(kind, size) * outer.latency_s + wire
+    if kind != "all_reduce":
+        return profile.base_s + ring
+    tree = 2.0 * ceil(log2(domains)) * outer.latency_s + 2.0 * profile.hop_s * local
+    return profile.base_s + min(ring, tree + (wire if domains == 2 else wire / TREE_FRAC))

@@ -1,7 +1,8 @@
 """Achieved share of a link per collective and group size, as data.
 
-Measured rows: NCCL 2.27-2.29 on one node, half precision, 512 MiB (aiconfigurator-core 0.12.0, Apache-2.0): bus bandwidth over the link's bandwidth per
-direction. base_s and hop_s: intercept and slope of the smallest messages over ring steps. Other devices follow the rule of their link kind.
+Measured rows: NCCL 2.27-2.29 on one node, half precision, 512 B to 512 MiB (aiconfigurator-core 0.12.0, Apache-2.0), fitted by robust least squares on log
+time with the protocol ladders of costmodel.collectives: bus bandwidth of an endless message over the link's bandwidth per direction, and latency. GB200 and
+GB300 hosts have four devices: shares of eight are those of B200 and B300. Other devices follow the rule of their link kind.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ Curve = tuple[tuple[int, float], ...]
 class LinkProfile:
     """`fracs`: per collective the achieved share of the fast link at group sizes; between sizes the next smaller one, beyond the ends the end.
 
+    base_s, hop_s: latency of the low-latency protocol, base + hop x ring steps; exchange_base_s, exchange_hop_s: of an all-to-all, base + hop x (n - 1).
     `network_frac`: share of the cards' line rate that large messages reach.
     """
 
@@ -27,6 +29,8 @@ class LinkProfile:
     devices: tuple[str, ...]
     base_s: float
     hop_s: float
+    exchange_base_s: float
+    exchange_hop_s: float
     fracs: tuple[tuple[str, Curve], ...]
     network_frac: float = 0.85
 
@@ -45,27 +49,31 @@ def _curves(all_reduce: Curve, all_gather: Curve, reduce_scatter: Curve, all_to_
     return (("all_reduce", all_reduce), ("all_gather", all_gather), ("reduce_scatter", reduce_scatter), ("all_to_all", all_to_all), *pair)
 
 
-def _row(name: str, base_s: float, hop_s: float, *fracs: tuple[float, float, float]) -> LinkProfile:
+def _row(name: str, latencies_us: tuple[float, float, float, float], *fracs: tuple[float, float, float]) -> LinkProfile:
     curves = [tuple(zip((2, 4, 8), values, strict=True)) for values in fracs]
-    return LinkProfile(name=name, devices=(name,), base_s=base_s, hop_s=hop_s, fracs=_curves(*curves))
+    base_s, hop_s, exchange_base_s, exchange_hop_s = (value * 1e-6 for value in latencies_us)
+    return LinkProfile(
+        name=name, devices=(name,), base_s=base_s, hop_s=hop_s, exchange_base_s=exchange_base_s, exchange_hop_s=exchange_hop_s, fracs=_curves(*curves)
+    )  # fmt: skip
 
 
+# Device, latencies; share of all_reduce, all_gather, reduce_scatter, all_to_all on 2, 4, 8.
 PROFILES: tuple[LinkProfile, ...] = (
-    _row("a100-sxm4", 8.0e-6, 1.0e-6, (0.66, 0.74, 0.76), (0.52, 0.65, 0.70), (0.57, 0.69, 0.73), (0.56, 0.66, 0.69)),
-    _row("h100-sxm5", 4.6e-6, 0.8e-6, (0.72, 0.79, 1.02), (0.59, 0.72, 0.76), (0.57, 0.70, 0.76), (0.63, 0.65, 0.71)),
-    _row("h200", 4.6e-6, 0.8e-6, (0.71, 0.79, 1.05), (0.58, 0.71, 0.76), (0.56, 0.70, 0.76), (0.67, 0.72, 0.70)),
-    _row("b200", 7.8e-6, 1.2e-6, (0.61, 0.72, 0.81), (0.50, 0.65, 0.71), (0.47, 0.63, 0.71), (0.38, 0.55, 0.64)),
-    _row("gb200", 7.8e-6, 1.2e-6, (0.61, 0.72, 0.81), (0.50, 0.65, 0.71), (0.47, 0.63, 0.71), (0.38, 0.55, 0.64)),
-    _row("b300", 7.8e-6, 1.2e-6, (0.62, 0.72, 0.81), (0.51, 0.65, 0.71), (0.48, 0.64, 0.71), (0.39, 0.57, 0.66)),
-    _row("gb300", 7.8e-6, 1.2e-6, (0.62, 0.72, 0.81), (0.51, 0.65, 0.71), (0.48, 0.64, 0.71), (0.39, 0.57, 0.66)),
-    _row("l40s", 4.6e-6, 0.9e-6, (0.64, 0.165, 0.046), (0.62, 0.15, 0.038), (0.60, 0.16, 0.054), (0.71, 0.143, 0.063)),
-    _row("rtx-pro-6000", 4.6e-6, 1.0e-6, (0.61, 0.42, 0.39), (0.51, 0.37, 0.365), (0.53, 0.38, 0.375), (0.41, 0.385, 0.29)),
-)
+    _row("a100-sxm4", (8.9, 0.88, 10.6, 0.27), (0.584, 0.675, 0.718), (0.461, 0.577, 0.655), (0.524, 0.616, 0.671), (0.533, 0.622, 0.656)),
+    _row("h100-sxm5", (4.6, 0.80, 7.0, 0.05), (0.617, 0.763, 0.887), (0.508, 0.645, 0.740), (0.489, 0.660, 0.779), (0.617, 0.652, 0.686)),
+    _row("h200", (4.4, 0.89, 6.7, 0.16), (0.639, 0.779, 0.934), (0.518, 0.670, 0.753), (0.501, 0.678, 0.785), (0.646, 0.706, 0.693)),
+    _row("b200", (7.5, 1.26, 9.4, 0.21), (0.598, 0.713, 0.780), (0.515, 0.660, 0.724), (0.457, 0.625, 0.710), (0.387, 0.569, 0.636)),
+    _row("gb200", (8.1, 1.21, 9.8, 0.25), (0.599, 0.709, 0.780), (0.520, 0.664, 0.724), (0.465, 0.623, 0.710), (0.389, 0.585, 0.636)),
+    _row("b300", (7.1, 1.24, 9.0, 0.26), (0.601, 0.721, 0.788), (0.520, 0.664, 0.727), (0.456, 0.630, 0.710), (0.400, 0.589, 0.674)),
+    _row("gb300", (7.1, 1.31, 9.7, 0.19), (0.608, 0.725, 0.788), (0.523, 0.666, 0.727), (0.458, 0.627, 0.710), (0.412, 0.606, 0.674)),
+    _row("l40s", (4.5, 0.85, 6.4, 0.08), (0.640, 0.172, 0.044), (0.617, 0.155, 0.038), (0.594, 0.170, 0.045), (0.706, 0.147, 0.037)),
+    _row("rtx-pro-6000", (3.6, 1.39, 4.6, 0.57), (0.605, 0.411, 0.355), (0.505, 0.379, 0.369), (0.486, 0.368, 0.314), (0.428, 0.368, 0.266)),
+)  # fmt: skip
 
 BY_LINK: tuple[tuple[str, LinkProfile], ...] = (
-    ("nv", _row("nvlink rule", 6.0e-6, 1.0e-6, (0.68, 0.75, 0.80), (0.55, 0.68, 0.73), (0.55, 0.68, 0.74), (0.55, 0.63, 0.69))),
-    ("pcie", _row("pcie rule", 5.0e-6, 1.0e-6, (0.62, 0.40, 0.35), (0.55, 0.37, 0.33), (0.55, 0.37, 0.33), (0.55, 0.35, 0.28))),
-    ("", _row("generic rule", 8.0e-6, 2.0e-6, (0.65, 0.65, 0.65), (0.65, 0.65, 0.65), (0.65, 0.65, 0.65), (0.6, 0.6, 0.6))),
+    ("nv", _row("nvlink rule", (7.1, 1.2, 9.0, 0.2), (0.60, 0.72, 0.79), (0.52, 0.66, 0.73), (0.47, 0.63, 0.71), (0.41, 0.60, 0.67))),
+    ("pcie", _row("pcie rule", (4.5, 1.0, 6.0, 0.3), (0.62, 0.40, 0.35), (0.55, 0.37, 0.33), (0.55, 0.37, 0.33), (0.55, 0.35, 0.28))),
+    ("", _row("generic rule", (8.0, 2.0, 10.0, 0.3), (0.65, 0.65, 0.65), (0.65, 0.65, 0.65), (0.65, 0.65, 0.65), (0.6, 0.6, 0.6))),
 )
 
 

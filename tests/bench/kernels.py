@@ -58,7 +58,8 @@ def _seconds(row: Row) -> float:
 
 
 def _cluster(row: Row, devices: int, machines: Machines) -> Cluster:
-    return machines.cluster({"gpu": _first(row, "device", "gpu"), "gpus_per_node": int(row.get("gpus_per_node") or 8)}, devices)
+    per_node = int(row.get("gpus_per_node") or 8)
+    return machines.cluster({"gpu": _first(row, "device", "gpu"), "gpus_per_node": per_node, "inter_bw": row.get("inter_bw")}, devices)
 
 
 def dtype_of(text: str) -> str:

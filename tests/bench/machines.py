@@ -18,6 +18,8 @@ LINK_GENERATIONS = {"omni-path": 100.0, "omnipath": 100.0, "edr": 100.0, "hdr": 
 # Fabrics of one cloud each, and the latency of InfiniBand (costmodel/catalog/defaults.yaml).
 CLOUD_FABRICS = ("efa", "tcpx")
 INFINIBAND_S = 4e-6
+# Words of a text that name a fabric -> its kind and start-up seconds in the catalogue.
+FABRICS = (("efa", ("efa", 15e-6)), *((word, ("infiniband", INFINIBAND_S)) for word in ("infiniband", "connectx", "ndr")))
 _RATE = re.compile(r"(?:(\d+)\s*x\s*)?(\d+(?:\.\d+)?)\s*(gb/s|gbps|gbit/s|gbytes/s|tb/s)", re.IGNORECASE)
 
 
@@ -79,7 +81,8 @@ def _network(pool: NodePool, text: str, per_node: int) -> NodePool:
     if found:
         unit = found[3].lower()
         scale = 8.0 if found[3] in ("GB/s", "GBytes/s") else 1000.0 if unit.startswith("tb") else 1.0
-        rate = float(found[1] or 1) * float(found[2]) * scale
+        cards = found[1] or (re.search(r"(\d+)\s*x\s", text) or ("", "1"))[1]
+        rate = float(cards) * float(found[2]) * scale
     else:
         named = next(((name, speed) for name, speed in LINK_GENERATIONS.items() if name in low), None)
         if named is None:  # A silent row ran on the fabric of the makers' reference clusters, unless its host is of a named cloud.
@@ -88,5 +91,6 @@ def _network(pool: NodePool, text: str, per_node: int) -> NodePool:
         count = re.search(r"(\d+)\s*x\s", low)
         rate = named[1] * float(count[1] if count else 1)
     shared = per_node if "node" in low and "per gpu" not in low else 1
-    link = replace(pool.network, bandwidth_bytes_per_s=rate * GIGABIT_PER_S / shared)
+    kind, latency_s = next((fabric for word, fabric in FABRICS if word in low), (pool.network.kind, pool.network.latency_s))
+    link = replace(pool.network, bandwidth_bytes_per_s=rate * GIGABIT_PER_S / shared, kind=kind, latency_s=latency_s)
     return replace(pool, network=link)
