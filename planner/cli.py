@@ -1,6 +1,6 @@
 """The command line: `autoplan VERB ...`. Answers go to stdout, everything else to stderr; the exit code says what happened.
 
-0 done   1 bug   2 bad input   3 export would lose something   4 nothing fits   5 stopped before the proof that was required   130 interrupted
+0 done   1 bug   2 bad input   3 export would lose something   4 does not fit   5 stopped before the proof that was required   130 interrupted
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ EXAMPLES = """examples:
   autoplan explain plan.json
   autoplan export plan.json --to torchtitan -o out/
 
-exit codes: 0 done, 1 bug, 2 bad input, 3 export would lose something, 4 nothing fits, 5 stopped before the proof that was required"""
+exit codes: 0 done, 1 bug, 2 bad input, 3 export would lose something, 4 does not fit, 5 stopped before the proof that was required"""
 
 
 class Parser(argparse.ArgumentParser):

@@ -92,6 +92,10 @@ class Output:
         if not self.quiet:
             print(text, file=self.stderr)
 
+    def warn(self, text: str) -> None:
+        """A line on stderr that quiet does not hush."""
+        print(text, file=self.stderr)
+
     def error(self, error: AutoplanError) -> None:
         """What, where and what to change, on stderr; with --json also as the document."""
         self.complain(error)

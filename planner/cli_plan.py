@@ -19,8 +19,11 @@ from planner.cli_options import (
 from planner.cli_output import Output
 
 if TYPE_CHECKING:
+    from costmodel.estimate import Estimate
     from planner.diff import Change
     from planner.plan import Plan
+    from planner.problem import Problem
+    from planner.strategy import Strategy
 
 ESTIMATE_FORMAT, EXPLANATION_FORMAT, DIFF_FORMAT = "autoplan/estimate", "autoplan/explanation", "autoplan/diff"
 
@@ -133,11 +136,24 @@ def run_estimate(options: argparse.Namespace, output: Output) -> int:
                  "memory_risk": estimate.risk}  # fmt: skip
         parts = {"job": encode(problem.job, Job), "strategy": encode(strategy, Strategy), "estimate": encode(estimate, Estimate)}
         output.document({"format": ESTIMATE_FORMAT, "format_version": 1, **facts, **parts})
-        return 0
-    from planner.render import estimate_view
+    else:
+        from planner.render import estimate_view
 
-    output.show(estimate_view(estimate, explained=options.explain))
-    return 0
+        output.show(estimate_view(estimate, explained=options.explain))
+    return 0 if estimate.fits else _say_too_big(problem, strategy, estimate, output)
+
+
+def _say_too_big(problem: Problem, strategy: Strategy, estimate: Estimate, output: Output) -> int:
+    """By how much the estimated strategy does not fit, and which higher ZeRO stages would."""
+    from costmodel.errors import InfeasibleError
+    from costmodel.units import format_bytes
+    from planner.levers import zero_stages_that_fit
+
+    output.warn(f"does not fit: needs {format_bytes(estimate.peak_bytes)} of {format_bytes(estimate.usable_bytes)}")
+    better = [f"--zero {stage} ({format_bytes(peak)})" for stage, peak in zero_stages_that_fit(problem, strategy)]
+    if better:
+        output.warn(f"  what helps: {' or '.join(better)}")
+    return InfeasibleError.exit_code
 
 
 def run_explain(options: argparse.Namespace, output: Output) -> int:

@@ -48,7 +48,8 @@ def run_export(options: argparse.Namespace, output: Output) -> int:
 
     exported = export(load_plan(options.plan), options.to)
     if exported.losses and not options.allow_loss:
-        what = f"{options.to} cannot carry {len(exported.losses)} things: {'; '.join(map(str, exported.losses))}"
+        count = len(exported.losses)
+        what = f"{options.to} cannot carry {count} thing{'s' if count > 1 else ''}: {'; '.join(map(str, exported.losses))}"
         raise LossyExportError(what, where=options.plan, remedy="accept it with --allow-loss")
     written = write_exported(exported, options.output) if options.output is not None else ()
     for path in written:

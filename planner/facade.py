@@ -82,7 +82,8 @@ def solve(
             remedy=f"use one of {known}, or another engine",
         )
     pricer = GraphPricer(problem)
-    result = search(problem.space(restrictions).branches(), pricer, limits=limits, progress=progress)
+    space = problem.space(restrictions)
+    result = search(space.branches(), pricer, limits=limits, progress=progress)
     if result.proof is None:
         if result.status == "optimal":
             raise no_plan(problem, restrictions, result.rejections)
@@ -98,7 +99,7 @@ def solve(
         )  # fmt: skip
     best, *others = result.best
     alternatives = tuple(_alternative(best, other) for other in others)
-    return _plan(problem, best, result.proof, alternatives, levers(problem, best.strategy, pricer), result.rejections)
+    return _plan(problem, best, result.proof, alternatives, levers(problem, best.strategy, pricer), result.rejections, space.notes())
 
 
 def estimate(model: Model, cluster: Cluster | str, job: Job, strategy: Strategy, engine: Engine | str = "torch") -> Estimate:
@@ -150,6 +151,7 @@ def _plan(
     alternatives: tuple[Alternative, ...],
     changes: tuple[Alternative, ...],
     rejections: tuple[Rejection, ...],
+    notes: tuple[str, ...] = (),
 ) -> Plan:
     graph = problem.graph
     return Plan(
@@ -163,7 +165,7 @@ def _plan(
         layouts=layouts(graph) if best.strategy.mesh.tp > 1 else (),
         estimate=best.estimate,
         proof=proof,
-        assumptions=tuple(dict.fromkeys((*problem.assumptions(), *best.estimate.notes))),
+        assumptions=tuple(dict.fromkeys((*notes, *problem.assumptions(), *best.estimate.notes))),
         alternatives=alternatives,
         levers=changes,
         rejections=rejections,

@@ -46,6 +46,16 @@ def levers(problem: Problem, strategy: Strategy, pricer: GraphPricer) -> tuple[A
     return tuple(found)
 
 
+def zero_stages_that_fit(problem: Problem, strategy: Strategy) -> Iterator[tuple[int, float]]:
+    """(stage, peak bytes) of the higher ZeRO stages, sharded over all data-parallel ranks, under which `strategy` fits."""
+    mesh, pricer = replace(strategy.mesh, dp_replicate=1, dp_shard=strategy.mesh.dp), GraphPricer(problem)
+    for stage in problem.engine.zero_stages:
+        if stage > strategy.zero_stage:
+            for found in _priced("", replace(strategy, mesh=mesh, zero_stage=stage), pricer):
+                if found.fits:
+                    yield stage, found.peak_bytes
+
+
 def _priced(remark: str, strategy: Strategy, pricer: GraphPricer) -> list[Alternative]:
     try:
         estimate = pricer.estimate(strategy)

@@ -151,7 +151,8 @@ def _table(*headings: str) -> Table:
 def _strategy_table(strategy: Strategy, global_batch: int, num_layers: int) -> Table:
     mesh = strategy.mesh
     micro_batches = strategy.num_micro_batches(global_batch)
-    recompute = f"first {strategy.recompute_layers} layers of each chunk" if strategy.recompute == "first_k" else strategy.recompute
+    where = " of each chunk" if mesh.pp > 1 else ""
+    recompute = f"first {strategy.recompute_layers} layers{where}" if strategy.recompute == "first_k" else strategy.recompute
     zero = {0: "0 (everything replicated)", 1: "1 (optimizer states sharded)", 2: "2 (+ gradients sharded)", 3: "3 (+ parameters sharded)"}
     rows = [
         ("mesh", describe_mesh(mesh)),

@@ -158,6 +158,13 @@ class Space:
     engine: Engine
     restrictions: Restrictions = field(default_factory=Restrictions)
 
+    def notes(self) -> tuple[str, ...]:
+        """What the space leaves out unless it is asked for: a proof is about the rest."""
+        domain = self.cluster.pool.fast_domain
+        if self.restrictions.mentions("tp") or self.cluster.num_devices <= domain:
+            return ()
+        return (f"searched with tp <= {domain}: tensor parallelism stays inside the fast domain (fix tp to search beyond)",)
+
     def branches(self) -> Iterator[Branch | Rejected]:
         """All branches that can run, and the meshes that cannot with their reasons, in a fixed order."""
         for mesh in self.meshes():

@@ -140,6 +140,19 @@ def test_estimate(run):
     assert document["estimate"]["step_s"] > 0
 
 
+def test_estimate_that_does_not_fit_says_so_and_what_would(run):
+    code, out, err = run("estimate", "llama3-8b", "8xH100", *JOB, "--engine", "megatron", "-q")
+    assert code == 4
+    assert "DOES NOT FIT" in out
+    assert err.startswith("does not fit: needs ")
+    assert "what helps: --zero 1 (" in err
+    code, out, err = run("estimate", "llama3-8b", "8xH100", *JOB, "--engine", "megatron", "--json")
+    document = json.loads(out)
+    assert (code, document["format"], document["fits"]) == (4, "autoplan/estimate", False)
+    assert "does not fit" in err
+    assert run("estimate", "llama3-8b", "8xH100", *JOB, "--engine", "megatron", "--zero", "1")[::2] == (0, "")
+
+
 def test_estimate_of_the_plan_agrees_with_the_plan(run, plan_file):
     plan = load_plan(plan_file)
     mesh, strategy = plan.strategy.mesh, plan.strategy

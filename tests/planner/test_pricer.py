@@ -139,6 +139,13 @@ def test_headroom_stays_free_and_its_end_is_offered():
     assert "after a headroom of 99.0 %" in str(caught.value)
 
 
+def test_a_proof_says_that_tp_stays_inside_the_fast_domain():
+    cluster, job = Cluster.parse("2xH100*2"), Job(global_batch=8, seq_len=2048)
+    assert "searched with tp <= 2" in autoplan(SPEC, cluster, job).assumptions[0]
+    assert not any("searched with" in text for text in autoplan(SPEC, cluster, job, fix="tp=1").assumptions)
+    assert not any("searched with" in text for text in autoplan(SPEC, Cluster.parse("2xH100"), job).assumptions)
+
+
 def test_default_headroom_is_of_accelerators():
     assert problem().with_headroom(None).headroom_frac == 0.05
     assert problem("local-cpu:2", precision="fp32").with_headroom(None).headroom_frac == 0.0
