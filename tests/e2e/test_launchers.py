@@ -61,7 +61,7 @@ def titan_plans() -> dict[str, Plan]:
         "long": sample_plan(LLAMA_8B, LONG, engine="torchtitan", job=Job(global_batch=8, seq_len=32768)),
         "experts": sample_plan(QWEN_30B_A3B, EXPERTS, engine="torchtitan"),
         "latent": sample_plan(DEEPSEEK_16B, replace(EXPERTS, recompute="full"), engine="torchtitan"),
-        "gpipe": sample_plan(LLAMA_8B, replace(UNEVEN, schedule="gpipe", recompute="none"), engine="torchtitan"),
+        "gpipe": sample_plan(LLAMA_8B, replace(UNEVEN, schedule="gpipe", recompute="none", recompute_layers=0), engine="torchtitan"),
         "replicas": sample_plan(
             LLAMA_8B, Strategy(mesh=Mesh(dp_shard=8)), engine="torchtitan", job=Job(global_batch=8, seq_len=4096, precision="fp32")
         ),
