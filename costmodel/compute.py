@@ -17,7 +17,8 @@ L2 is C x l2_per_core. Twelve constants per device and dtype, fitted by tests/be
 
 Inside a step matmuls run at `sustained` of that speed: the tables hold short bursts, a training step runs at the power limit.
 
-Attention: t = start + flops / (peak x frac x fill x length). fill = T / (T + h C) for T = batch x heads x ceil(n_q / 128) blocks of queries on C cores;
+Attention: t = start + flops / (peak x frac x fill x length). fill = T / (T + h C) for T = batch x heads x ceil(n_q / 128) blocks of queries on C cores
+(backward also splits over keys: a smaller h); heads wider than 128 lose 5 % forward and 20 % backward;
 length = n / (n + n_half): short sequences spend their time at the causal diagonal and in the prologue. Everything else: bytes over achieved
 bandwidth. CPU ranks use the same formulas with one core and no waves.
 """
@@ -38,10 +39,10 @@ SPLITS = (1, 2, 3, 4, 6, 8, 12, 16)
 # A split leaves at least this much of k, and at most this many tiles per core.
 SPLIT_K, SPLIT_WAVES = 128, 2.0
 DERATE_HALF_S = 1e-3
-# Attention blocks per core at half speed, forward and backward (backward also splits over keys), and the sequence length at half speed: fitted to
-# FlashAttention timings on A100 and B200 at 4k-131k tokens and 4-128 heads (SimuMax system configs, Apache-2.0).
-FORWARD_FILL, BACKWARD_FILL = 1.5, 0.5
+# Sequence length at half speed, and attention with heads wider than 128 (latent attention: 192 for queries and keys): fitted to FlashAttention and cuDNN
+# timings on A100 and B200 at 4k-131k tokens and 4-128 heads (SimuMax system configs, Apache-2.0); grouped queries make no difference there.
 HALF_LENGTH = 400
+WIDE_HEAD, WIDE_FORWARD_FRAC, WIDE_BACKWARD_FRAC = 128, 0.95, 0.8
 # Block-scaled forms run on the units of their element.
 SCALED = {"fp8_block": "fp8"}
 # Matmul clocks under a power limit: power goes with clock x voltage^2 and voltage follows the clock in that range, less what does not depend on it.
@@ -150,8 +151,10 @@ def _attention_s(work: Compute, nbytes: float, device: Device, profile: KernelPr
     frac = profile.attention_backward_frac if work.backward else profile.attention_forward_frac
     blocks = work.batch * max(1, work.heads) * ceil(max(1, work.m) / 128)
     if device.kind != "cpu":
-        half = (BACKWARD_FILL if work.backward else FORWARD_FILL) * profile.num_cores(device)
+        half = (profile.attention_backward_fill if work.backward else profile.attention_forward_fill) * profile.num_cores(device)
         frac *= blocks / (blocks + half) * work.n / (work.n + HALF_LENGTH)
+    if work.k > WIDE_HEAD:
+        frac *= WIDE_BACKWARD_FRAC if work.backward else WIDE_FORWARD_FRAC
     peak *= clock_frac(device)
     moved = nbytes / (device.memory_bandwidth_bytes_per_s * profile.bandwidth("attention"))
     return work.num_kernels * profile.start_s + max(work.flops / (peak * frac), moved)
