@@ -129,18 +129,21 @@ def _stages(graph: Graph, job: Job, strategy: Strategy, engine: Engine, cache: L
     chunks = cache.entries[key]
     assert isinstance(chunks, tuple)
     works: dict[tuple[str, str], BlockWork] = {}
+    blocks: dict[tuple[tuple[str, str, int], ...], tuple[tuple[BlockWork, int], ...]] = {}
     boundaries: dict[str, float] = {}
     for stage_index, rank_index, runs in chunks:
-        for kind, policy, _ in runs:
-            if (kind, policy) not in works:
-                works[kind, policy] = lower_block(graph.kind(kind), policy, division, job, strategy, engine, cache)
+        if runs not in blocks:
+            for kind, policy, _ in runs:
+                if (kind, policy) not in works:
+                    works[kind, policy] = lower_block(graph.kind(kind), policy, division, job, strategy, engine, cache)
+            blocks[runs] = tuple((works[kind, policy], count) for kind, policy, count in runs)
         first = runs[0][0]
         if first not in boundaries:
             boundaries[first] = _boundary_bytes(graph.kind(first), division, cache)
         yield StageWork(
             stage_index=stage_index,
             rank_index=rank_index,
-            blocks=tuple((works[kind, policy], count) for kind, policy, count in runs),
+            blocks=blocks[runs],
             boundary_bytes=boundaries[first] if stage_index else 0.0,
         )
 

@@ -30,11 +30,10 @@ SAVED = "parameters, gradients, optimizer states and saved activations alone do 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lowered:
-    """A lowered step with its least seconds and what the first rank keeps for backward."""
+    """A lowered step with its least seconds."""
 
     step: StepWork
     least_s: float
-    saved_bytes: float
 
 
 class GraphPricer:
@@ -78,8 +77,9 @@ class GraphPricer:
         if states.peak_bytes > limit_bytes:
             return states
         lowered = self._lowered(strategy)
-        if states.peak_bytes + lowered.saved_bytes > limit_bytes:
-            return Need(peak_bytes=states.peak_bytes + lowered.saved_bytes, reason=SAVED)
+        saved_bytes = self._saved_bytes(lowered.step)
+        if states.peak_bytes + saved_bytes > limit_bytes:
+            return Need(peak_bytes=states.peak_bytes + saved_bytes, reason=SAVED)
         step = replace(lowered.step, mesh=strategy.mesh, zero_stage=strategy.zero_stage)
         orders = self._first_actions(step)
         fullest = self._fullest(step, orders[:1])
@@ -103,18 +103,23 @@ class GraphPricer:
             validate(problem.graph, problem.cluster, problem.job, strategy, problem.engine)
             step = lower(problem.graph, problem.job, strategy, problem.engine, self.cache)
             machine = Machine.of(problem.cluster.pool, mesh)
-            chunks = [(stage.rank_index, self._chunk_s(stage.blocks, machine, compiled=step.compiled)) for stage in step.stages]
-            first = {
-                stage.stage_index: sum(block.saved_bytes * repeat for block, repeat in stage.blocks)
-                for stage in step.stages
-                if stage.rank_index == 0
-            }
+            distinct = {id(stage.blocks): stage.blocks for stage in step.stages}
+            seconds = {key: self._chunk_s(blocks, machine, compiled=step.compiled) for key, blocks in distinct.items()}
+            chunks = [(stage.rank_index, seconds[id(stage.blocks)]) for stage in step.stages]
             found = self._steps[key] = Lowered(
                 step=step,
                 least_s=chunk_bound_s(chunks, step.num_micro_batches, (0.0,) * mesh.pp, fills=not rules(step.schedule).splits_backward),
-                saved_bytes=peak_in_flight(self._first_actions(step)[0], first)[0],
             )
         return found
+
+    def _saved_bytes(self, step: StepWork) -> float:
+        """What the first rank keeps for backward at most."""
+        first = {
+            stage.stage_index: sum(block.saved_bytes * repeat for block, repeat in stage.blocks)
+            for stage in step.stages
+            if stage.rank_index == 0
+        }
+        return peak_in_flight(self._first_actions(step)[0], first)[0]
 
     def _fullest(self, step: StepWork, orders: Orders) -> StageMemory:
         memories = stage_memories(step, self.problem.engine, self.problem.cluster.pool, orders)
