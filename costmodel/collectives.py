@@ -21,6 +21,7 @@ tests' PERFORMANCE.md (bus bandwidth) and Hockney's alpha-beta model.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import ceil, log2
 
 from costmodel.hardware import Link, NodePool
@@ -46,7 +47,7 @@ def collective_s(kind: str, full_bytes: float, group: Group, pool: NodePool, pro
     local = min(group.per_fast_domain, group.size)
     outer = pool.network if group.size > group.per_node else pool.host_link
     if group.size <= local:
-        return _inside_s(kind, full_bytes, group.size, pool.fast_link, profile)
+        return _inside_s(kind, full_bytes, group.size, _shared(pool.fast_link, group.size, pool.fast_domain), profile)
     if kind in ("p2p", "broadcast"):
         return profile.base_s + outer.latency_s + full_bytes / (outer.bandwidth_bytes_per_s * profile.network_frac)
     return _across_s(kind, full_bytes, group.size, local, pool.fast_link, outer, profile)
@@ -68,7 +69,16 @@ def ring_steps(kind: str, size: int) -> int:
     return size - 1 if kind in _ROUNDS else 1
 
 
+def _shared(link: Link, size: int, domain: int) -> Link:
+    """The part of a direct mesh that `size` of its `domain` devices use: its bandwidth is the sum of a device's links, one to each neighbour."""
+    if not link.kind.endswith("-mesh") or domain <= size:
+        return link
+    return replace(link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * (size - 1) / (domain - 1))
+
+
 def _inside_s(kind: str, full_bytes: float, size: int, link: Link, profile: LinkProfile) -> float:
+    if link.kind == "loopback":  # gloo between the ranks of one host: a plain ring
+        return ring_steps(kind, size) * link.latency_s + volume_factor(kind, size) * full_bytes / link.bandwidth_bytes_per_s
     wire = volume_factor(kind, size) * full_bytes / (link.bandwidth_bytes_per_s * profile.frac(kind, size))
     if kind in _EXCHANGES:
         alpha, protocols = profile.exchange_base_s + profile.exchange_hop_s * ring_steps(kind, size), EXCHANGE_PROTOCOLS

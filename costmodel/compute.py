@@ -15,7 +15,8 @@ kernel loses clock to the power limit:
 
 L2 is C x l2_per_core. Twelve constants per device and dtype, fitted by tests/bench/fit_kernels.py; values and residuals in costmodel/profiles/gemm.py.
 
-Inside a step matmuls run at `sustained` of that speed: the tables hold short bursts, a training step runs at the power limit.
+Inside a step matmuls run at `sustained` of that speed and have lost all of that clock (busy (1 + derate)) whatever the length of one kernel: the tables hold
+short bursts, a training step runs at the power limit.
 
 Attention: t = start + flops / (peak x frac x fill x length). fill = T / (T + h C) for T = batch x heads x ceil(n_q / 128) blocks of queries on C cores
 (backward also splits over keys: a smaller h); heads wider than 128 lose 5 % forward and 20 % backward;
@@ -109,7 +110,9 @@ def _matmul_s(work: Compute, nbytes: float, device: Device, profile: KernelProfi
     miss = 1.0 / (1.0 + (profile.l2_bytes * constants.l2_frac / moved) ** 4)
     memory = moved * (miss / (bandwidth * constants.bandwidth_frac) + (1.0 - miss) / (constants.l2_per_core * cores))
     together: float = (loop**constants.overlap + memory**constants.overlap) ** (1.0 / constants.overlap)
-    return count * (constants.start_s + together * (1.0 + constants.derate_frac * together / (together + DERATE_HALF_S)))
+    # A kernel alone loses clock while it lasts; in a step the clock is that of the step, whatever the length of one kernel.
+    heat = together / (together + DERATE_HALF_S) if profile.sustained_frac >= 1.0 else 1.0
+    return count * (constants.start_s + together * (1.0 + constants.derate_frac * heat))
 
 
 def cast_s(rows: int, columns: int, device: Device, dtype: str, profile: KernelProfile | None = None) -> float:

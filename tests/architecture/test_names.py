@@ -13,6 +13,7 @@ UNIT = re.compile(r"(^|_)(s|watts|bytes|frac|flops|per_[a-z_]+)$")
 UNITLESS = {
     "ParameterShard.dense", "ParameterShard.expert", "ParameterShard.frozen_dense", "ParameterShard.frozen_expert",
     "StepWork.tied_embedding_params", "StageMemory.in_flight", "Line.amount", "Job.dropout", "Report.losses",
+    "GemmConstants.overlap",
 }  # fmt: skip
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
