@@ -116,9 +116,9 @@ def proof_line(proof: Proof) -> str:
     """The proof in one line."""
     if proof.status == "estimated":
         return "nothing was searched: the strategy was given"
-    counts = f"{proof.num_evaluated:,} of {proof.num_candidates:,} strategies priced in full, the rest ruled out by bounds or memory"
+    counts = f"{proof.num_evaluated:,} of {proof.num_candidates:,} strategies priced in full"
     if proof.status == "optimal":
-        return f"optimal in the space (gap 0 %): {counts}"
+        return f"optimal in the space (gap 0 %): {counts}, the rest ruled out by bounds or memory"
     return f"stopped ({proof.status}): gap {format_percent(proof.gap_frac)} to the bound {format_seconds(proof.bound_s)}; {counts}"
 
 
