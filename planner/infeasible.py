@@ -43,9 +43,10 @@ def no_plan(problem: Problem, restrictions: Restrictions, rejections: tuple[Reje
     nearest = result.best[0]
     classes = sorted((line for line in fullest(nearest.estimate).classes if line.amount > 0), key=lambda line: -line.amount)
     shares = ", ".join(f"{line.name.replace('_', ' ')} {format_bytes(line.amount)}" for line in classes)
+    count = problem.cluster.num_devices
     kept = f" (after a headroom of {format_percent(problem.headroom_frac)})" if problem.headroom_frac else ""
     what = (
-        f"no plan fits {format_bytes(pricer.usable_bytes)} per device{kept} on {problem.cluster.num_devices} devices: the smallest needs "
+        f"no plan fits {format_bytes(pricer.usable_bytes)} per device{kept} on {count} device{'s' if count > 1 else ''}: the smallest needs "
         f"{format_bytes(nearest.estimate.peak_bytes)} ({shares}) with {describe(nearest.strategy)}"
     )
     return NoPlanError(what, where=where, nearest=nearest, found=found, rejections=rejections)
