@@ -11,7 +11,7 @@ import gzip
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +78,8 @@ def problem(row: Row, machines: Machines) -> Problem:
     dp = plan.get("dp") or max(1, row["cluster"]["gpus"] // (pp * tp * cp))
     zero_stage = _zero_stage(plan) if dp * cp > 1 else 0
     engine = engine_of(row, stack, zero_stage, schedule)
+    if arguments.get("no-gradient-accumulation-fusion"):
+        engine = replace(engine, weight_gradient_placeholders=False)
     shard = dp if zero_stage or (plan.get("ep") or 1) > 1 else 1  # experts are spread over dp_shard
     replicate = plan.get("dp_replicate") or dp // shard
     mesh = Mesh(pp=pp, dp_replicate=replicate, dp_shard=dp // replicate, cp=cp, tp=tp, ep=plan.get("ep") or 1)
@@ -101,7 +103,7 @@ def problem(row: Row, machines: Machines) -> Problem:
         config=config_of(row["model"], arguments, tp),
         lora="lora" in str(row["job"].get("peft") or "").lower(),
         cluster=machines.cluster(row["cluster"], mesh.num_devices),
-        job=_job(row, dp, arguments),
+        job=_job(row, dp, arguments, stack),
         strategy=strategy,
         engine=engine,
     )
@@ -124,10 +126,10 @@ def _said(value: object, default: bool) -> bool:
     return default if value is None else bool(value)
 
 
-def _job(row: Row, dp: int, arguments: Row) -> Job:
+def _job(row: Row, dp: int, arguments: Row, stack: Stack) -> Job:
     job = row["job"]
     dropout = (
-        job.get("dropout") if job.get("dropout") is not None else arguments.get("hidden-dropout", MEGATRON_DROPOUT if arguments else 0.0)
+        job.get("dropout") if job.get("dropout") is not None else arguments.get("hidden-dropout", MEGATRON_DROPOUT if arguments else stack.dropout)
     )
     text = (job.get("precision") or "bf16").lower()
     precision = "fp8" if "fp8" in text else next((name for name in ("bf16", "fp16", "fp32") if name in text), "bf16")

@@ -15,6 +15,7 @@ from costmodel.engine import ENGINES, Engine
 class Stack:
     """words: any of them in the text selects the row. engines: candidates, best first. sequence_parallel: under tp > 1 unless said otherwise.
     flash_attention: unless said otherwise. selective_recompute: what the stack's stock policy means by it, where that is not the engine's.
+    flash_attention: unless said otherwise. dropout: unless said otherwise; Megatron's own default is 0.1.
     cut: "even" layers per chunk, or "cost" (tests.bench.runs).
     """
 
@@ -24,6 +25,7 @@ class Stack:
     cut: str = "even"
     flash_attention: bool = True
     selective_recompute: str = ""
+    dropout: float = 0.0
 
 
 STACKS: tuple[Stack, ...] = (
@@ -32,7 +34,7 @@ STACKS: tuple[Stack, ...] = (
     Stack(words=("nanotron",), engines=("nanotron", "megatron"), sequence_parallel=True, cut="cost"),
     Stack(words=("megatron-deepspeed", "megatron_deepspeed"), engines=("megatron_deepspeed", "megatron")),
     Stack(words=("nemo", "megatron-bridge"), engines=("megatron",), sequence_parallel=True),
-    Stack(words=("megatron-lm fork",), engines=("megatron_local", "megatron"), flash_attention=False),
+    Stack(words=("megatron-lm fork",), engines=("megatron_local", "megatron"), flash_attention=False, dropout=0.1),
     Stack(words=("megatron",), engines=("megatron",)),
     Stack(words=("deepspeed",), engines=("deepspeed", "torchtitan", "megatron")),
     Stack(words=("llm-foundry", "composer", "fsdp", "litgpt", "lightning"), engines=("fsdp1", "fsdp", "torchtitan")),
