@@ -46,6 +46,8 @@ class Engine:
         distinct weight shape of the layers, kept for good. Without it a gradient in the compute dtype exists until it has been added to the buffer.
     workspace_bytes: tensors that libraries keep inside the allocator (matmul workspaces).
     gather_buffer: with sequence parallelism one whole hidden state is kept for good.
+    update_bytes: temporaries of the optimizer step per element that a rank updates (a flat half-precision gradient, its fp32 copy).
+    keeps_stage_outputs: a stage's output lives until its backward (otherwise it is dropped once sent).
     context_bytes: device memory of context and libraries outside the allocator. allocator_reserve_frac: reserved over allocated, minus 1.
     launch_s: host time to dispatch one kernel eagerly (Python, dispatcher, autograd); 0 when captured in a graph.
     overlap_pipeline: activations and gradients travel between stages beside compute; otherwise each send and receive stops both ranks.
@@ -90,6 +92,8 @@ class Engine:
     weight_gradient_placeholders: bool = False
     workspace_bytes: float = 32.0 * 2**20
     gather_buffer: bool = False
+    update_bytes: float = 0.0
+    keeps_stage_outputs: bool = False
     overlap_pipeline: bool = True
     pipeline_call_s: float = 0.0
     pipeline_step_s: float = 0.0
@@ -247,6 +251,7 @@ ENGINES: tuple[Engine, ...] = (
         supports_cp=False,
         supports_ep=False,
         fp32_probabilities=True,
+        keeps_stage_outputs=True,
         context_bytes=1.5 * 2**30,
         allocator_reserve_frac=0.04,
         launch_s=40e-6,
@@ -327,11 +332,16 @@ ENGINES: tuple[Engine, ...] = (
         supports_cp=False,
         supports_ep=False,
         fp32_probabilities=True,
+        update_bytes=4.0,
+        keeps_stage_outputs=True,
         context_bytes=1.5 * 2**30,
         allocator_reserve_frac=0.04,
         launch_s=10e-6,
         overlap_pipeline=False,
-        sources=("Megatron-DeepSpeed (bigscience branch, 2022): local layers, PipelineEngine, ZeRO-1 after the last backward",),
+        sources=(
+            "Megatron-DeepSpeed (bigscience branch, 2022): local layers, PipelineEngine, ZeRO-1 after the last backward",
+            "DeepSpeed 0.6 runtime/pipe/engine.py (pipe_buffers), runtime/zero/stage_1_and_2.py (fp16 gradients, flat copies, fp32 gradient at the step)",
+        ),
     ),
     Engine(
         name="fsdp1",

@@ -109,7 +109,7 @@ def _held(step: StepWork, engine: Engine, blocks: Runs, rank: int, cpu: bool) ->
         states_bytes=elements(1) * (optimizer(step.optimizer).state_bytes + master),
         copies_bytes=(elements(2) * gradient if ddp_copy else 0.0) + (layers * compute_bytes(step) if autocast else 0.0),
         library_bytes=0.0 if cpu else _library_bytes(step, engine, blocks),
-        temporaries_bytes=0.0 if engine.fused_optimizer else temporaries * 4.0,
+        temporaries_bytes=elements(1) * engine.update_bytes if engine.fused_optimizer else temporaries * 4.0,
     )
 
 
@@ -240,7 +240,7 @@ def _boundary_bytes(stage: StageWork, step: StepWork, engine: Engine, in_flight:
     following = next((other for other in step.stages if other.stage_index == stage.stage_index + 1), None)
     received, sent = stage.boundary_bytes, following.boundary_bytes if following else 0.0
     if not engine.pipeline_buffers:
-        return received + sent
+        return received + sent + (in_flight * sent if engine.keeps_stage_outputs else 0.0)
     # The first block's saved input is the receive buffer itself: not twice.
     return step.num_micro_batches * (received + sent) + in_flight * (sent - received)
 

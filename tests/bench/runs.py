@@ -94,7 +94,12 @@ def problem(row: Row, machines: Machines) -> Problem:
         recompute=_recompute(plan, engine),
         cp_kind="all_to_all" if "a2a" in str(plan.get("cp_comm") or "").lower() else "ring",
         flash_attention=cp > 1
-        or _said(plan.get("flash_attention"), stack.flash_attention and arguments.get("attention-backend") != "unfused"),
+        or _said(
+            plan.get("flash_attention"),
+            stack.flash_attention
+            and "unfused" not in str(arguments.get("attention-backend"))
+            and arguments.get("transformer-impl") != "local",
+        ),
         compile=bool(plan.get("compile")),
     )
     return Problem(
