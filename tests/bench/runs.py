@@ -134,7 +134,9 @@ def _said(value: object, default: bool) -> bool:
 def _job(row: Row, dp: int, arguments: Row, stack: Stack) -> Job:
     job = row["job"]
     dropout = (
-        job.get("dropout") if job.get("dropout") is not None else arguments.get("hidden-dropout", MEGATRON_DROPOUT if arguments else stack.dropout)
+        job.get("dropout")
+        if job.get("dropout") is not None
+        else arguments.get("hidden-dropout", MEGATRON_DROPOUT if arguments else stack.dropout)
     )
     text = (job.get("precision") or "bf16").lower()
     precision = "fp8" if "fp8" in text else next((name for name in ("bf16", "fp16", "fp32") if name in text), "bf16")

@@ -25,7 +25,9 @@ def predicted_and_counted(*, plan: dict[str, Any]) -> tuple[float, float]:
     """This rank's predicted peak of tensors, and the live bytes at the peak of a step once the optimizer has its state."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    made = make_plan(chain="model.layers", layouts=LLAMA_LAYOUTS, ends=("model.embed_tokens", "lm_head"), global_batch=BATCH, seq_len=SEQUENCE, **plan)
+    made = make_plan(
+        chain="model.layers", layouts=LLAMA_LAYOUTS, ends=("model.embed_tokens", "lm_head"), global_batch=BATCH, seq_len=SEQUENCE, **plan
+    )
     graph = spec_graph(resolve({"model_type": "llama", **SIZES}), batch=1, sequence=SEQUENCE)
     estimate = estimate_graph(graph, made.cluster, made.job, made.strategy, engine("torch"))
     torch.manual_seed(1)
