@@ -154,7 +154,9 @@ def _attention_s(work: Compute, nbytes: float, device: Device, profile: KernelPr
     frac = profile.attention_backward_frac if work.backward else profile.attention_forward_frac
     blocks = work.batch * max(1, work.heads) * ceil(max(1, work.m) / 128)
     if device.kind != "cpu":
-        half = (profile.attention_backward_fill if work.backward else profile.attention_forward_fill) * profile.num_cores(device)
+        half = (
+            profile.attention_backward_blocks_per_core if work.backward else profile.attention_forward_blocks_per_core
+        ) * profile.num_cores(device)
         frac *= blocks / (blocks + half) * work.n / (work.n + HALF_LENGTH)
     if work.k > WIDE_HEAD:
         frac *= WIDE_BACKWARD_FRAC if work.backward else WIDE_FORWARD_FRAC

@@ -27,7 +27,7 @@ class KernelProfile:
     l2_bytes: second-level cache (datasheet).
     bandwidth_frac: achieved share of memory bandwidth of large streaming kernels; REDUCTION_FRAC lowers it for the classes that reduce or look up.
     sustained_frac: matmul speed inside a training step over the speed of the short bursts that the GEMM table holds (clocks under the power limit).
-    attention_*_fill: blocks of 128 queries per core at half speed.
+    attention_*_blocks_per_core: blocks of 128 queries per core at half speed.
     attention_*_frac: of peak, causal flops, for endless sequences on all cores, with the architecture's best kernel (FlashAttention 2 on Ampere and Ada,
     3 or cuDNN on Hopper, cuDNN on Blackwell); flash2_frac: FlashAttention 2 relative to that.
     """
@@ -45,8 +45,8 @@ class KernelProfile:
     attention_backward_frac: float
     flash2_frac: float
     source: str
-    attention_forward_fill: float = 1.6
-    attention_backward_fill: float = 0.6
+    attention_forward_blocks_per_core: float = 1.6
+    attention_backward_blocks_per_core: float = 0.6
 
     def gemm(self, dtype: str) -> GemmConstants:
         """Constants of `dtype`; the first row (bf16) when that dtype was not measured."""
@@ -133,7 +133,7 @@ PROFILES: tuple[KernelProfile, ...] = (
         sustained_frac=0.68,
         attention_forward_frac=0.6,
         attention_backward_frac=0.44,
-        attention_forward_fill=3.7,
+        attention_forward_blocks_per_core=3.7,
         flash2_frac=0.35,
         source="aiconfigurator-core 0.12.0 b200-sxm GEMM table (Apache-2.0)",
     ),
@@ -149,7 +149,7 @@ PROFILES: tuple[KernelProfile, ...] = (
         sustained_frac=0.68,
         attention_forward_frac=0.6,
         attention_backward_frac=0.44,
-        attention_forward_fill=3.7,
+        attention_forward_blocks_per_core=3.7,
         flash2_frac=0.35,
         source="aiconfigurator-core 0.12.0 gb200 GEMM table (Apache-2.0)",
     ),
@@ -165,7 +165,7 @@ PROFILES: tuple[KernelProfile, ...] = (
         sustained_frac=0.68,
         attention_forward_frac=0.6,
         attention_backward_frac=0.44,
-        attention_forward_fill=3.7,
+        attention_forward_blocks_per_core=3.7,
         flash2_frac=0.35,
         source="aiconfigurator-core 0.12.0 b300-sxm GEMM table (Apache-2.0)",
     ),
@@ -181,7 +181,7 @@ PROFILES: tuple[KernelProfile, ...] = (
         sustained_frac=0.68,
         attention_forward_frac=0.6,
         attention_backward_frac=0.44,
-        attention_forward_fill=3.7,
+        attention_forward_blocks_per_core=3.7,
         flash2_frac=0.35,
         source="aiconfigurator-core 0.12.0 gb300 GEMM table (Apache-2.0)",
     ),

@@ -221,7 +221,7 @@ def test_without_flash_attention_scores_cost_the_square_of_the_sequence():
     assert extra[4096] >= 0.99 * 32 * 32 * 4096**2 * 2  # layers x heads x S^2 x bf16
 
 
-@pytest.mark.parametrize("name", ["torch", "torchtitan"])
+@pytest.mark.parametrize("name", ["torchtitan", "fsdp1"])
 def test_compilation_fuses(name):
     eager, compiled = (price(Strategy(mesh=Mesh(dp_shard=8), zero_stage=3, compile=on), name) for on in (False, True))
     assert 0.7 < compiled.step_s / eager.step_s < 1.0
