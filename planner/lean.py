@@ -78,16 +78,17 @@ def _normed(node: Node, found: list[str]) -> str:
 
 def _weighted_early(block: Block) -> Block:
     makers = {name: node for node in block.nodes for name in node.outputs}
-    tensors = {tensor.tensor_id: tensor for tensor in block.tensors}
     for late in block.nodes:
         product = next((name for name in late.inputs if name in makers and makers[name].op == "grouped_gemm"), "")
         if late.phase != "forward" or late.op != "elementwise" or len(late.inputs) != 2 or product not in block.saved:
             continue
         share = next(name for name in late.inputs if name != product)
-        reverse = next(node for node in block.nodes if node.phase == "backward" and product in node.inputs and share in node.inputs)
-        arriving = next(name for name in reverse.inputs if name not in (product, share))
-        leaving, share_gradient = sorted(reverse.outputs, key=lambda name: -tensors[name].num_elements)
         inner = makers[product].inputs[0]
+        found = _reverse(block, product, share, inner)
+        if found is None:
+            continue
+        reverse, leaving, share_gradient = found
+        arriving = next(name for name in reverse.inputs if name not in (product, share))
         renamed = {late.outputs[0]: product, arriving: leaving}
         nodes = []
         for node in block.nodes:
@@ -101,6 +102,20 @@ def _weighted_early(block: Block) -> Block:
             nodes.append(replace(node, inputs=inputs, outputs=outputs))
         return replace(block, nodes=tuple(nodes), saved=tuple(name for name in block.saved if name != product))
     return block
+
+
+def _reverse(block: Block, product: str, share: str, inner: str) -> tuple[Node, str, str] | None:
+    """The kernel that differentiates product x share, its gradient of the product, and of the share.
+
+    None when the kernel does more than that, or no kernel reads the gradient of `inner`: the block then keeps what it keeps.
+    """
+    readers = [node for node in block.nodes if node.phase == "backward" and product in node.inputs and share in node.inputs]
+    moved = any(node.phase == "backward" and f"{inner}.grad" in node.inputs for node in block.nodes)
+    if len(readers) != 1 or len(readers[0].outputs) != 2 or not moved:
+        return None
+    elements = {tensor.tensor_id: tensor.num_elements for tensor in block.tensors}
+    leaving, share_gradient = sorted(readers[0].outputs, key=lambda name: -elements[name])
+    return readers[0], leaving, share_gradient
 
 
 def _rebuilt(block: Block, nodes: list[Node], tensors: dict[str, Tensor], renamed: dict[str, str]) -> Block:
