@@ -1,18 +1,17 @@
-"""Give command lines to Megatron-LM's own parser and validators on a CPU machine. Runs in Megatron's own environment, knows nothing of this project.
+"""Give command lines to Megatron-LM's own parser and validators on a CPU machine. Runs in Megatron's own environment, beside answering.py alone.
 
 Input: JSON lines {"name", "arguments", "environment", "world_size", "capability"}. Output: a JSON line each, {"name", "ok", ...} or {"name", "error"}.
 Beyond parse_args and validate_args, the TransformerConfig is built from the arguments and its pipeline layout checked. Transformer Engine, which has no
 CPU build, is said to be there; the fused rope kernel, whose presence the configuration checks, is set aside after the arguments are accepted.
 """
 
-import json
 import os
 import sys
-import traceback
 import typing
 
 import torch
 import typing_extensions
+from answering import answer_cases
 
 typing.override = getattr(typing, "override", typing_extensions.override)
 
@@ -50,24 +49,5 @@ def check(case):
     }
 
 
-def main():
-    """Check every line of stdin in a process of its own."""
-    results = os.dup(1)
-    os.dup2(2, 1)
-    for line in sys.stdin:
-        case = json.loads(line)
-        child = os.fork()
-        if child:
-            os.waitpid(child, 0)
-            continue
-        try:
-            answer = {"name": case["name"], "ok": True, **check(case)}
-        except BaseException as error:
-            traceback.print_exc()
-            answer = {"name": case["name"], "ok": False, "error": f"{type(error).__name__}: {error}"}
-        os.write(results, (json.dumps(answer) + "\n").encode())
-        os._exit(0)
-
-
 if __name__ == "__main__":
-    main()
+    answer_cases(check)

@@ -1,18 +1,16 @@
-"""Dry-run torchtitan recipes on a CPU machine. Runs in torchtitan's own environment, knows nothing of this project.
+"""Dry-run torchtitan recipes on a CPU machine. Runs in torchtitan's own environment, beside answering.py alone.
 
 Input: JSON lines {"name", "folder", "module", "function", "world_size", "rank"}. Output: a JSON line each, {"name", "ok", ...} or {"name", "error"}.
 The recipe goes through torchtitan's own ConfigManager; then the model is built on the meta device, cut and wrapped for the rank of a fake process group.
 """
 
-import json
-import os
 import sys
-import traceback
 
 import torch
 import torchtitan.distributed.parallel_dims as parallel_dims
 import torchtitan.distributed.utils as distributed
 import torchtitan.tools.utils as tools
+from answering import answer_cases
 from torchtitan.config import ConfigManager
 
 
@@ -68,24 +66,5 @@ def check(case):
     }
 
 
-def main():
-    """Check every line of stdin in a process of its own."""
-    results = os.dup(1)
-    os.dup2(2, 1)
-    for line in sys.stdin:
-        case = json.loads(line)
-        child = os.fork()
-        if child:
-            os.waitpid(child, 0)
-            continue
-        try:
-            answer = {"name": case["name"], "ok": True, **check(case)}
-        except BaseException as error:
-            traceback.print_exc()
-            answer = {"name": case["name"], "ok": False, "error": f"{type(error).__name__}: {error}"}
-        os.write(results, (json.dumps(answer) + "\n").encode())
-        os._exit(0)
-
-
 if __name__ == "__main__":
-    main()
+    answer_cases(check)
