@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from costmodel.errors import InputError
@@ -63,6 +64,8 @@ def _compare(
 
     whole_args, whole_kwargs = change_hidden(args, kwargs, drawn, mesh)
     args, kwargs = change_hidden(args, kwargs, own, mesh)
+    for name, parameter in block.named_parameters():  # they may have been loaded since the copy was made
+        whole.get_parameter(name).copy_(parameter.full_tensor() if isinstance(parameter, DTensor) else parameter)
     if not torch.is_autocast_enabled(hidden[0].device.type):
         whole.to(hidden[0].dtype)
     training = block.training

@@ -12,24 +12,28 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from runtime.data_parallel import local
+from runtime.data_parallel import like, local
 
 BLOCK = 256
 DECADES = 7
+MOMENTS = (("exp_avg", True), ("exp_avg_sq", False))
 
 
 def dynamic_table(*, signed: bool, device: torch.device) -> Tensor:
-    """The 256 sorted values in [-1, 1] (or [0, 1]) that a byte stands for."""
-    values = [0.0, 1.0]
+    """The 256 sorted values in [-1, 1] (or [0, 1]) that a byte stands for.
+
+    Both ends are in it, so that a block's largest magnitude is kept and to quantise what was quantised changes nothing.
+    (For -1 the smallest negative step is left out.)
+    """
+    values = [0.0, 1.0, *([-1.0] if signed else [])]
     for decade in range(DECADES):
         steps = torch.linspace(0.1, 1.0, 2 ** (decade + (0 if signed else 1)) + 1, dtype=torch.float64)
         means = (steps[:-1] + steps[1:]) / 2 * 10.0 ** (decade - DECADES + 1)
         values += means.tolist()
-        values += (-means).tolist() if signed else []
-    values += [0.0] * (256 - len(values))
+        values += (-means).tolist() if signed and decade else []
     return torch.tensor(sorted(values), dtype=torch.float32, device=device)
 
 
@@ -66,6 +70,22 @@ class AdamW8bit(Optimizer):
                 if parameter.grad is not None and local(parameter).numel():
                     self._update(local(parameter), local(parameter.grad).float(), self.state[parameter], group)
         return loss
+
+    def portable(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """The moments in fp32, laid out as the parameter, and the number of steps (runtime.state.PortableStates)."""
+        state, weight = self.state.get(parameter, {}), local(parameter)
+        if not state:
+            return {}
+        moments = {name: self._moment(state, name, weight, signed=signed) for name, signed in MOMENTS}
+        return {name: like(parameter, value) for name, value in moments.items()} | {"step": torch.tensor(float(state["step"]))}
+
+    def take(self, parameter: nn.Parameter, states: dict[str, Tensor]) -> None:
+        """Adopt what `portable` gave, quantised again."""
+        if states and local(parameter).numel():
+            state = self.state[parameter]
+            state["step"] = int(states["step"])
+            for name, signed in MOMENTS:
+                self._keep(state, name, local(states[name]).float(), signed=signed)
 
     def _update(self, weight: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         first_beta, second_beta = group["betas"]

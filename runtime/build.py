@@ -24,6 +24,7 @@ from runtime.mesh import Place, build_mesh, local_device
 from runtime.optimizer import OptimizerFactory, build_optimizer
 from runtime.pipeline import between_stages, build_pipeline, tie_stages, tied_groups
 from runtime.stage import StageModule
+from runtime.state import first_names
 from runtime.trainer import Trainer, parameter_groups
 
 _log = logging.getLogger(__name__)
@@ -45,7 +46,8 @@ def apply(
     model.to(place.device)
     _check_equal_weights(model, place)
     _stop_caching(model)
-    tied = between_stages(tied_groups(model), model, block_paths(model, plan)) if plan.strategy.mesh.pp > 1 else ()
+    shared = tied_groups(model)
+    tied = between_stages(shared, model, block_paths(model, plan)) if plan.strategy.mesh.pp > 1 else ()
     tensor_mesh = place.axis("tp") if plan.strategy.mesh.tp > 1 else None
     rewritten = rewrite(plan, model, rank_index=place.pipeline_index, tensor_mesh=tensor_mesh)
     chunks = tuple(chunk for chunk, _ in rewritten)
@@ -66,6 +68,7 @@ def apply(
         optimizer=optimizer,
         pipeline=build_pipeline(modules, chunks, plan, place) if plan.strategy.mesh.pp > 1 else None,
         tied=tie_stages(tied, chunks, plan, place),
+        first_names=tuple(first_names(shared).items()),
     )
 
 

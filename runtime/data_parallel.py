@@ -85,6 +85,15 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def like(parameter: Tensor, part: Tensor) -> Tensor:
+    """This rank's `part` of a tensor that is laid out as `parameter`."""
+    if not isinstance(parameter, DTensor):
+        return part
+    return DTensor.from_local(
+        part, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
+
+
 def _buckets(gradients: list[Tensor]) -> Iterable[list[Tensor]]:
     bucket: list[Tensor] = []
     filled_bytes = 0

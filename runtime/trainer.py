@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,12 +17,23 @@ from torch.optim import Optimizer
 
 from passes.chain import ModelPart
 from planner.plan import Plan
+from runtime import checkpoint
 from runtime.batch import Batch, micro_batches
 from runtime.data_parallel import average_gradients, settle_gradients, uses_ddp
 from runtime.loss import vocab_parallel
 from runtime.mesh import Place
 from runtime.pipeline import Pipeline, TiedParameters
 from runtime.stage import StageModule
+from runtime.state import adopt, held_tensors, persistent_buffers, tensors_to_fill
+
+KEEP = 2
+
+
+@dataclass(slots=True, kw_only=True)
+class Progress:
+    """What changes while a Trainer trains: the optimizer steps done."""
+
+    step: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +41,7 @@ class Trainer:
     """What `runtime.apply` returns on every rank.
 
     stages: this rank's stage modules; modules: the same under data parallelism. pipeline is None when pp == 1.
+    first_names: (name, first name) of every parameter that has several, in the whole model.
     """
 
     plan: Plan
@@ -38,6 +52,8 @@ class Trainer:
     optimizer: Optimizer
     pipeline: Pipeline | None
     tied: TiedParameters
+    first_names: tuple[tuple[str, str], ...] = ()
+    progress: Progress = field(default_factory=Progress)
 
     def step(self, batch: Batch) -> float:
         """One optimizer step on this data-parallel rank's global_batch / dp sequences; the mean loss of the global batch, on every rank."""
@@ -62,6 +78,33 @@ class Trainer:
         """Apply the gradients and drop them (under DDP zero them: they are views of its buckets, and a dropped one would be allocated again)."""
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=not uses_ddp(self.plan))
+        self.progress.step += 1
+
+    def save(self, directory: str | Path, *, extra: Mapping[str, Any] | None = None, keep: int = KEEP) -> Path:
+        """Write parameters, buffers, optimizer states and the step under original names, so that any plan of this model reads them. Collective.
+
+        extra: what else the run wants back (data position, scheduler state), as JSON has it. The last `keep` checkpoints stay. Returns the new one's path.
+        The directory must be one that all ranks see. A kill at any moment leaves the previous checkpoint loadable.
+        """
+        position = checkpoint.Position(step=self.progress.step, extra=extra or {})
+        tensors = held_tensors(self.parameters(), self._buffers(), self.optimizer, dict(self.first_names))
+        return checkpoint.write(Path(directory), tensors, position, keep=keep)
+
+    def load(self, directory: str | Path) -> Mapping[str, Any]:
+        """Continue from the newest checkpoint in `directory`, whatever plan wrote it; returns what was saved as `extra`. Collective.
+
+        Raises InputError when there is none, or it is another model's or optimizer's.
+        """
+        path = checkpoint.find(Path(directory))
+        position, names = checkpoint.read_position(path), dict(self.first_names)
+        tensors = tensors_to_fill(self.parameters(), self._buffers(), self.optimizer, names, checkpoint.stored_sizes(path))
+        checkpoint.read(path, tensors)
+        adopt(self.parameters(), self.optimizer, names, tensors)
+        self.progress.step = position.step
+        return position.extra
+
+    def _buffers(self) -> dict[str, Tensor]:
+        return {name: buffer for chunk in self.chunks for name, buffer in persistent_buffers(chunk.module).items()}
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """This rank's parameters (parts of them) by their name in the whole model."""
