@@ -30,7 +30,7 @@ KEEP = 2
 
 
 @dataclass(slots=True, kw_only=True)
-class Progress:
+class StepCount:
     """What changes while a Trainer trains: the optimizer steps done."""
 
     step: int = 0
@@ -53,7 +53,7 @@ class Trainer:
     pipeline: Pipeline | None
     tied: TiedParameters
     first_names: tuple[tuple[str, str], ...] = ()
-    progress: Progress = field(default_factory=Progress)
+    progress: StepCount = field(default_factory=StepCount)
 
     def step(self, batch: Batch) -> float:
         """One optimizer step on this data-parallel rank's global_batch / dp sequences; the mean loss of the global batch, on every rank."""
