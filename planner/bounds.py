@@ -10,7 +10,7 @@ Over every split of a total T into pp ranks of one chunk each, the least value o
 T_r = T_0 (1 - 1/m)^r. With several chunks per rank the fill shrinks and m * T / pp remains                                    (split_bound_s)
 Where backward is split, weight gradients fill what the passing leaves: no fill counts.
 
-Without pricing any kernel, T is at least model flops over the peak of the fastest dtype that the job uses                   (ideal_s)
+Before a mesh is looked at, T is at least what the kernels of the whole batch take at the speed of endless ones                (costmodel.compute.least_s)
 
 Bytes. Weights, gradients and optimizer states, each over as many ranks as the strategy may shard it                          (states_bytes)
 """
@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from costmodel.engine import Engine
-from costmodel.hardware import Device
 from costmodel.mesh import Mesh
 from costmodel.optimizers import optimizer
 from costmodel.work import DTYPE_BYTES
@@ -47,14 +46,6 @@ def split_bound_s(total_s: float, num_micro_batches: int, num_ranks: int, *, int
     if interleaved:
         return num_micro_batches * total_s / num_ranks
     return total_s / (1.0 - (1.0 - 1.0 / num_micro_batches) ** num_ranks)
-
-
-def ideal_s(graph: Graph, job: Job, device: Device, num_devices: int) -> float:
-    """Seconds of the graph's own flops on all devices at the highest peak any of its kernels may use."""
-    flops = {block.kind_id: block.flops("forward") + block.flops("backward") for block in graph.kinds}
-    total = sum(flops[layer.kind_id] for layer in graph.layers) * job.global_batch / graph.batch
-    peak = max((rate for _, rate in device.peak_flops), default=0.0)
-    return total / (num_devices * peak) if peak else 0.0
 
 
 def states_bytes(graph: Graph, job: Job, engine: Engine, mesh: Mesh, zero_stage: int) -> float:

@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from costmodel.blocks import Machine, price_block
+from costmodel.compute import least_s
 from costmodel.estimate import Estimate, StageMemory
 from costmodel.memory import stage_memories, usable_bytes
 from costmodel.mesh import Mesh
 from costmodel.schedule import Orders, actions, fewest, peak_in_flight, rules
 from costmodel.simulate import COMPILED_LAUNCH_FRAC
-from costmodel.work import BlockWork, StepWork
-from planner.bounds import chunk_bound_s, ideal_s, split_bound_s, states_bytes
+from costmodel.work import BlockWork, Compute, StepWork
+from planner.bounds import chunk_bound_s, split_bound_s, states_bytes
 from planner.division import Division
 from planner.lower import LoweringCache, division_of, lower, lower_block
 from planner.pricing import estimate_graph
@@ -43,7 +44,7 @@ class GraphPricer:
         self.problem = problem
         self.usable_bytes = (1.0 - problem.headroom_frac) * usable_bytes(problem.cluster.pool)
         self.cache = LoweringCache()
-        self._ideal_s = ideal_s(problem.graph, problem.job, problem.cluster.pool.device, problem.cluster.num_devices)
+        self._whole: dict[tuple[bool, bool], float] = {}
         self._blocks: dict[int, tuple[BlockWork, tuple[tuple[float, int], tuple[float, int]]]] = {}
         self._totals: dict[Division, float] = {}
         self._steps: dict[tuple[object, ...], Lowered] = {}
@@ -55,9 +56,9 @@ class GraphPricer:
         return Need(peak_bytes=states_bytes(problem.graph, problem.job, problem.engine, mesh, zero_stage), reason=STATES)
 
     def least_branch_s(self, branch: Branch, *, tight: bool) -> float:
-        """The pipeline's least bubble around flops at peak, or (tight) around priced kernels and collectives of the cheapest technique."""
+        """The pipeline's least bubble around kernels at their best, or (tight) around priced kernels and collectives of the cheapest technique."""
         mesh, micro_batches = branch.mesh, self.problem.job.global_batch // (branch.mesh.dp * branch.micro_batch)
-        total_s = self._ideal_s * mesh.pp / micro_batches
+        total_s = self._ideal_s(branch) * mesh.pp / micro_batches
         if tight:
             techniques = product(branch.options.sequence_parallel, branch.options.cp_kinds)
             total_s = min(self._total_s(branch, parallel, kind) for parallel, kind in techniques)
@@ -155,6 +156,29 @@ class GraphPricer:
             self._blocks[id(block)] = found
         return found[1]
 
+    def _ideal_s(self, branch: Branch) -> float:
+        """The kernels of the whole global batch, unsplit, over all devices: however they are divided, no kernel runs faster (costmodel.compute.least_s)."""
+        problem, form = self.problem, (branch.flash_attention, branch.compile)
+        if form not in self._whole:
+            strategy = Strategy(mesh=Mesh(), micro_batch=problem.job.global_batch, flash_attention=form[0], compile=form[1])
+            machine = Machine.of(problem.cluster.pool, strategy.mesh)
+            total_s = 0.0
+            for block, repeat in self._blocks_of(strategy):
+                kernels = (work for work in (*block.forward, *block.backward) if isinstance(work, Compute))
+                total_s += repeat * sum(least_s(work, machine.pool.device, machine.kernels) for work in kernels)
+            self._whole[form] = total_s / problem.cluster.num_devices
+        return self._whole[form]
+
+    def _blocks_of(self, strategy: Strategy) -> list[tuple[BlockWork, int]]:
+        """Every kind of block under `strategy` without recompute, and how often it runs."""
+        problem, graph, cache = self.problem, self.problem.graph, self.cache.of(self.problem.graph)
+        division = division_of(graph, problem.job, strategy)
+        counts = Counter(layer.kind_id for layer in graph.layers)
+        return [
+            (lower_block(block, "none", division, problem.job, strategy, problem.engine, cache), counts[block.kind_id])
+            for block in graph.kinds
+        ]
+
     def _total_s(self, branch: Branch, sequence_parallel: bool, cp_kind: str) -> float:
         """One micro-batch through all layers, without recompute, pipeline or ZeRO."""
         problem, graph = self.problem, self.problem.graph
@@ -162,12 +186,6 @@ class GraphPricer:
         division = division_of(graph, problem.job, strategy)
         found = self._totals.get(division)
         if found is None:
-            counts = Counter(layer.kind_id for layer in graph.layers)
-            cache = self.cache.of(graph)
-            blocks = [
-                (lower_block(block, "none", division, problem.job, strategy, problem.engine, cache), counts[block.kind_id])
-                for block in graph.kinds
-            ]
             machine = Machine.of(problem.cluster.pool, strategy.mesh)
-            found = self._totals[division] = self._chunk_s(blocks, machine, compiled=strategy.compile)
+            found = self._totals[division] = self._chunk_s(self._blocks_of(strategy), machine, compiled=strategy.compile)
         return found

@@ -196,7 +196,7 @@ class _Search:
                 self.rejections.add(branch)
                 continue
             self.num_candidates += branch.options.count
-            need = self.pricer.least_states_bytes(branch.mesh, max(branch.options.zero_stages))
+            need = self.pricer.least_states_bytes(branch.mesh, branch.zero_stage)
             if self.by_memory:
                 self.push(need.peak_bytes, _Open(branch=branch, tight=True))
             elif self.fits(need.peak_bytes):
@@ -209,7 +209,7 @@ class _Search:
     def expand(self, branch: Branch, key: float) -> None:
         """Push every chain under the bound of its first member."""
         for chain in branch.chains():
-            need = self.pricer.least_states_bytes(branch.mesh, chain.base.zero_stage)
+            need = self.pricer.least_states_bytes(chain.base.mesh, chain.base.zero_stage)
             if self.by_memory:
                 self.expand_ends(chain, max(key, need.peak_bytes))
                 continue
@@ -390,7 +390,7 @@ def first_that_fits(branches: Iterable[Branch | Rejected], pricer: Pricer, *, mo
     the first `most` that were looked at)."""
     limit = pricer.usable_bytes
     needs = [
-        (pricer.least_states_bytes(item.mesh, max(item.options.zero_stages)).peak_bytes, item)
+        (pricer.least_states_bytes(item.mesh, item.zero_stage).peak_bytes, item)
         for item in branches
         if isinstance(item, Branch)
     ]

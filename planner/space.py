@@ -2,8 +2,8 @@
 
 Two levels, so that a bound on a branch prunes all of its members at once:
 
-    branches()    meshes x micro-batch: any divisors, not only powers of two
-    Branch.strategies()   x ZeRO stage x schedule and chunks x sequence parallel x recompute x context-parallel kind
+    branches()    pp x dp x cp x tp x ep x micro-batch: any divisors, not only powers of two
+    Branch.strategies()   x replicas and shards of dp x ZeRO stage x schedule and chunks x sequence parallel x recompute x context-parallel kind
 
 A generator yields what can run or `Rejected(what, reason)`; nothing is dropped in silence. Choices that are the same program under two names appear once:
 ZeRO 0 spells data parallelism dp_replicate (dp_shard only where experts fold into it), ZeRO >= 1 needs ranks to shard over; schedule is "none" without a
@@ -26,6 +26,9 @@ from planner.job import Job
 from planner.module_limits import pipeline_obstacle, sequence_obstacle, tensor_obstacle
 from planner.restrict import Restrictions
 from planner.strategy import CP_KINDS, Strategy
+
+# Schedules with their chunks per rank, and beside each its recompute choices.
+Scheduled = tuple[tuple[tuple[str, int], ...], tuple[tuple[tuple[str, int], ...], ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,9 +75,12 @@ class Extents:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """The technique choices of one branch, each a tuple of values; the branch's strategies are their product (recompute depends on the schedule)."""
+    """The technique choices of one branch, each a tuple of values; the branch's strategies are their product (recompute depends on the schedule).
 
-    zero_stages: tuple[int, ...]
+    shardings: how dp splits into replicas and shards, with a ZeRO stage for each, from few shards to many.
+    """
+
+    shardings: tuple[tuple[Mesh, int], ...]
     schedules: tuple[tuple[str, int], ...]
     recompute: tuple[tuple[tuple[str, int], ...], ...]
     sequence_parallel: tuple[bool, ...]
@@ -83,7 +89,7 @@ class Options:
     @property
     def count(self) -> int:
         """How many strategies the product has."""
-        return len(self.zero_stages) * len(self.sequence_parallel) * len(self.cp_kinds) * sum(map(len, self.recompute))
+        return len(self.shardings) * len(self.sequence_parallel) * len(self.cp_kinds) * sum(map(len, self.recompute))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,13 +119,22 @@ class Chain:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Branch:
-    """One mesh and micro-batch with its `options`; `flash_attention` and `compile` are the user's."""
+    """The sizes of the mesh axes and a micro-batch with its `options`; `flash_attention` and `compile` are the user's."""
 
-    mesh: Mesh
     micro_batch: int
     options: Options
     flash_attention: bool = True
     compile: bool = False
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh with the most shards."""
+        return self.options.shardings[-1][0]
+
+    @property
+    def zero_stage(self) -> int:
+        """The highest ZeRO stage of any member."""
+        return max(stage for _, stage in self.options.shardings)
 
     def strategies(self) -> Iterator[Strategy]:
         """All members, in a fixed order."""
@@ -131,11 +146,11 @@ class Branch:
         options = self.options
         for (schedule, vpp), recomputes in zip(options.schedules, options.recompute, strict=True):
             links = [tuple(item for item in recomputes if (item[0] == "selective") == alone) for alone in (False, True)]
-            for zero, parallel, kind, link in product(
-                options.zero_stages, options.sequence_parallel, options.cp_kinds, filter(None, links)
+            for (mesh, zero), parallel, kind, link in product(
+                options.shardings, options.sequence_parallel, options.cp_kinds, filter(None, links)
             ):
                 base = Strategy(
-                    mesh=self.mesh,
+                    mesh=mesh,
                     micro_batch=self.micro_batch,
                     zero_stage=zero,
                     sequence_parallel=parallel,
@@ -167,41 +182,39 @@ class Space:
 
     def branches(self) -> Iterator[Branch | Rejected]:
         """All branches that can run, and the meshes that cannot with their reasons, in a fixed order."""
-        for mesh in self.meshes():
-            if isinstance(mesh, Rejected):
-                yield mesh
+        known: dict[tuple[int, int], Scheduled] = {}
+        for shardings in self.meshes():
+            if isinstance(shardings, Rejected):
+                yield shardings
                 continue
-            if self.job.global_batch % mesh.dp:
-                what = f"{describe_mesh(mesh)}: global batch {self.job.global_batch} is not a multiple of dp {mesh.dp}"
-                yield Rejected(what=what, reason="the global batch does not divide over the data-parallel ranks")
-                continue
+            mesh = shardings[-1][0]
             for micro_batch in divisors(self.job.global_batch // mesh.dp):
                 if self.restrictions.allows("micro_batch", micro_batch):
-                    yield self._branch(mesh, micro_batch)
+                    yield self._branch(shardings, micro_batch, known)
 
-    def meshes(self) -> Iterator[Mesh | Rejected]:
-        """Meshes over all devices: pp x dp_replicate x dp_shard x cp x tp, with every ep that folds into them."""
+    def meshes(self) -> Iterator[tuple[tuple[Mesh, int], ...] | Rejected]:
+        """The shardings (see Options) of every pp x dp x cp x tp over all devices, with every ep that folds into them."""
         devices, allows = self.cluster.num_devices, self.restrictions.allows
         for tp in filter(lambda size: allows("tp", size), divisors(devices)):
             if reason := self._tp_reason(tp):
                 yield Rejected(what=f"tp {tp}: {reason[1]}", reason=reason[0])
                 continue
             for pp in filter(lambda size: allows("pp", size), divisors(devices // tp)):
-                if pp > self.extents.num_layers:
-                    what = f"pp {pp}: the model has {self.extents.num_layers} layers"
-                    yield Rejected(what=what, reason="more pipeline stages than layers")
-                    continue
-                if pp > 1 and self.engine.splits_modules and self.extents.pipeline_obstacle:
-                    yield Rejected(
-                        what=f"pp {pp}: {self.extents.pipeline_obstacle}",
-                        reason=f"engine {self.engine.name} cannot cut this model into stages",
-                    )
+                if reason := self._pp_reason(pp):
+                    yield Rejected(what=f"pp {pp}: {reason[1]}", reason=reason[0])
                     continue
                 for cp in filter(lambda size: allows("cp", size), divisors(devices // (tp * pp))):
                     if reason := self._cp_reason(cp, tp):
                         yield Rejected(what=f"cp {cp}, tp {tp}: {reason[1]}", reason=reason[0])
                         continue
                     yield from self._data_parallel(devices // (tp * pp * cp), pp=pp, cp=cp, tp=tp)
+
+    def _pp_reason(self, pp: int) -> tuple[str, str] | None:
+        if pp > self.extents.num_layers:
+            return "more pipeline stages than layers", f"the model has {self.extents.num_layers} layers"
+        if pp > 1 and self.engine.splits_modules and self.extents.pipeline_obstacle:
+            return f"engine {self.engine.name} cannot cut this model into stages", self.extents.pipeline_obstacle
+        return None
 
     def _tp_reason(self, tp: int) -> tuple[str, str] | None:
         domain = self.cluster.pool.fast_domain
@@ -227,19 +240,25 @@ class Space:
             )
         return None
 
-    def _data_parallel(self, dp: int, *, pp: int, cp: int, tp: int) -> Iterator[Mesh | Rejected]:
-        for shard in divisors(dp):
-            replicate = dp // shard
-            sizes = (("dp", dp), ("dp_shard", shard), ("dp_replicate", replicate))
-            if not all(self.restrictions.allows(name, size) for name, size in sizes):
+    def _data_parallel(self, dp: int, *, pp: int, cp: int, tp: int) -> Iterator[tuple[tuple[Mesh, int], ...] | Rejected]:
+        if not self.restrictions.allows("dp", dp):
+            return
+        if self.job.global_batch % dp:
+            what = f"{describe_mesh(Mesh(pp=pp, dp_shard=dp, cp=cp, tp=tp))}: global batch {self.job.global_batch} is not a multiple of dp {dp}"
+            yield Rejected(what=what, reason="the global batch does not divide over the data-parallel ranks")
+            return
+        for ep in self._expert_parallel(dp * cp * tp):
+            if isinstance(ep, Rejected):
+                yield ep
                 continue
-            for ep in self._expert_parallel(shard * cp * tp):
-                if isinstance(ep, Rejected):
-                    yield ep
-                    continue
-                mesh = Mesh(pp=pp, dp_replicate=replicate, dp_shard=shard, cp=cp, tp=tp, ep=ep)
-                if self._zero_stages(mesh):
-                    yield mesh
+            splits = [shard for shard in divisors(dp) if (shard * cp * tp) % ep == 0 and self._allows_split(dp // shard, shard)]
+            meshes = [Mesh(pp=pp, dp_replicate=dp // shard, dp_shard=shard, cp=cp, tp=tp, ep=ep) for shard in splits]
+            shardings = tuple((mesh, stage) for mesh in meshes for stage in self._zero_stages(mesh))
+            if shardings:
+                yield shardings
+
+    def _allows_split(self, replicate: int, shard: int) -> bool:
+        return self.restrictions.allows("dp_replicate", replicate) and self.restrictions.allows("dp_shard", shard)
 
     def _expert_parallel(self, folded: int) -> Iterator[int | Rejected]:
         experts = self.extents.num_experts
@@ -261,14 +280,18 @@ class Space:
 
         return tuple(stage for stage in self.engine.zero_stages if meaningful(stage) and self.restrictions.allows("zero_stage", stage))
 
-    def _branch(self, mesh: Mesh, micro_batch: int) -> Branch | Rejected:
-        allows = self.restrictions.allows
+    def _branch(self, shardings: tuple[tuple[Mesh, int], ...], micro_batch: int, known: dict[tuple[int, int], Scheduled]) -> Branch | Rejected:
+        allows, mesh = self.restrictions.allows, shardings[-1][0]
         num_micro_batches = self.job.global_batch // (mesh.dp * micro_batch)
-        schedules = tuple(self._schedules(mesh, num_micro_batches))
+        scheduled = known.get((mesh.pp, num_micro_batches))
+        if scheduled is None:
+            schedules = tuple(self._schedules(mesh.pp, num_micro_batches))
+            scheduled = schedules, tuple(tuple(self._recompute(name, mesh.pp * vpp)) for name, vpp in schedules)
+            known[mesh.pp, num_micro_batches] = scheduled
         options = Options(
-            zero_stages=self._zero_stages(mesh),
-            schedules=schedules,
-            recompute=tuple(tuple(self._recompute(name, mesh.pp * vpp)) for name, vpp in schedules),
+            shardings=shardings,
+            schedules=scheduled[0],
+            recompute=scheduled[1],
             sequence_parallel=tuple(self._sequence_parallel(mesh)),
             cp_kinds=tuple(kind for kind in CP_KINDS[: 2 if self._all_to_all_fits(mesh) else 1] if mesh.cp == 1 or allows("cp_kind", kind)),
         )
@@ -280,7 +303,6 @@ class Space:
             return Rejected(what=what, reason=reason)
         flash, compiled = self.restrictions.values("flash_attention"), self.restrictions.values("compile")
         return Branch(
-            mesh=mesh,
             micro_batch=micro_batch,
             options=options,
             flash_attention=bool(flash[0]) if flash else True,
@@ -299,13 +321,13 @@ class Space:
         heads = [size for axis, size in self.extents.tp_extents if axis in ("heads", "kv_heads")]
         return mesh.cp > 1 and all(size % (mesh.cp * mesh.tp) == 0 for size in heads)
 
-    def _schedules(self, mesh: Mesh, num_micro_batches: int) -> Iterator[tuple[str, int]]:
+    def _schedules(self, pp: int, num_micro_batches: int) -> Iterator[tuple[str, int]]:
         """Schedules with their chunks per rank, where they can run (costmodel.schedule.problem); torch's 1F1B needs a micro-batch per stage."""
         allows = self.restrictions.allows
-        for name, vpp in self._all_schedules(mesh.pp):
-            refused = problem(name, pp=mesh.pp, vpp=vpp, num_micro_batches=num_micro_batches)
-            enough = refused is None and (name != "1f1b" or num_micro_batches >= mesh.pp)
-            even = self.engine.supports_uneven_stages or self.extents.num_layers % (mesh.pp * vpp) == 0
+        for name, vpp in self._all_schedules(pp):
+            refused = problem(name, pp=pp, vpp=vpp, num_micro_batches=num_micro_batches)
+            enough = refused is None and (name != "1f1b" or num_micro_batches >= pp)
+            even = self.engine.supports_uneven_stages or self.extents.num_layers % (pp * vpp) == 0
             compiled = self.restrictions.values("compile")[:1] == (True,) and self.engine.pipeline_buffers and rules(name).splits_backward
             if enough and even and not compiled and allows("schedule", name) and allows("vpp", vpp):
                 yield name, vpp

@@ -54,7 +54,7 @@ def test_no_estimate_beats_its_bounds(changes, fix):
         if not isinstance(branch, Branch):
             continue
         coarse_s, tight_s = (pricer.least_branch_s(branch, tight=tight) for tight in (False, True))
-        states = pricer.least_states_bytes(branch.mesh, max(branch.options.zero_stages)).peak_bytes
+        states = pricer.least_states_bytes(branch.mesh, branch.zero_stage).peak_bytes
         assert tight_s >= coarse_s
         for priced in exhaustive([branch], pricer):
             found = priced.estimate
