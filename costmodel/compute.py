@@ -63,12 +63,16 @@ def compute_s(work: Compute, device: Device, profile: KernelProfile | None = Non
 
 
 def least_s(work: Compute, device: Device, profile: KernelProfile) -> float:
-    """What `compute_s` never falls below however `work` is divided over devices: matmuls and attention at the speed of endless ones, else the bytes. It is linear
-    in flops and bytes, so the parts of a divided kernel take as long together."""
+    """What `compute_s` never falls below however `work` is divided over devices: matmuls and attention at the speed of endless ones, else the bytes.
+
+    It is linear in flops and bytes, so the parts of a divided kernel take as long together.
+    """
     if work.op_class in _MATMUL_CLASSES and work.flops > 0.0:
         constants = profile.gemm(work.dtype)
         speed = constants.efficiency_frac * profile.sustained_frac * clock_frac(device)
-        speed *= max(1.0, *(constants.tile_frac(name) for name in TILE_CLASSES)) * max(1.0, constants.layout_frac(work.layout, work.accumulate))
+        speed *= max(1.0, *(constants.tile_frac(name) for name in TILE_CLASSES)) * max(
+            1.0, constants.layout_frac(work.layout, work.accumulate)
+        )
         if work.op_class == "grouped_gemm":
             speed *= max(1.0, constants.grouped_frac) * max(1.0, constants.grouped_accumulate_frac)
         return work.flops / (peak_flops(device, work.dtype) * speed)

@@ -21,6 +21,7 @@ from costmodel.memory import all_backward_in_w, host_bytes, stage_memories, usab
 from costmodel.mesh import Group
 from costmodel.optimizers import optimizer, step_bytes_per_element
 from costmodel.profiles import links
+from costmodel.schedules.busy import busy_s
 from costmodel.schedules.steady import runs
 from costmodel.schedules.timeline import StageSeconds
 from costmodel.sharding import (
@@ -88,6 +89,37 @@ def estimate_step(step: StepWork, cluster: Cluster, engine: Engine) -> Estimate:
     orders = schedules.actions(schedule, pp=mesh.pp, vpp=step.vpp, num_micro_batches=few)
     memories = stage_memories(step, engine, pool, orders)
     return _assemble(step, cluster, engine, machine, chunks, rank, memories)
+
+
+def least_step_s(step: StepWork, cluster: Cluster, engine: Engine) -> float:
+    """What `estimate_step` never falls below, without playing the schedule: busy_s of the priced stages and of what each rank does once a step.
+
+    Assumes that the schedule can run.
+    """
+    machine = Machine.of(cluster.pool, step.mesh, engine)
+    priced: Priced = {}
+    same: dict[int, PricedStage] = {}
+    chunks = []
+    for stage in step.stages:
+        if engine.overlap_pipeline and id(stage.blocks) in same:
+            chunks.append(same[id(stage.blocks)])
+            continue
+        chunks.append(_price_chunk(stage, step, engine, machine, priced))
+        same[id(stage.blocks)] = chunks[-1]
+    splits = schedules.rules(step.schedule).splits_backward
+    extra_s = []
+    for index in range(step.mesh.pp):
+        mine = [chunk for chunk, stage in zip(chunks, step.stages, strict=True) if stage.rank_index == index]
+        once_s = _step_traffic(mine, step, engine)[0]
+        extra_s.append(once_s + _tied_s(step, machine, index) + _optimizer_s(step, engine, machine, index))
+    seconds = [(stage.rank_index, _passing_s(chunk, splits=splits)) for chunk, stage in zip(chunks, step.stages, strict=True)]
+    return busy_s(seconds, step.num_micro_batches, extra_s, fills=not splits)
+
+
+def _passing_s(chunk: PricedStage, *, splits: bool) -> float:
+    """One micro-batch forward and backward, whole or in halves."""
+    wall = chunk.wall_s
+    return wall["F"] + (min(wall["B"], wall["I"] + wall["W"]) if splits else wall["B"])
 
 
 def _price_chunk(stage: StageWork, step: StepWork, engine: Engine, machine: Machine, priced: Priced) -> PricedStage:

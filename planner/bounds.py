@@ -1,11 +1,6 @@
 """What no estimate can beat: lower bounds of seconds and bytes that prune the space before strategies are priced in full.
 
-Time. Let T_c be the compute and blocking communication of one micro-batch in chunk c, forward, recompute and backward (costmodel.blocks), and m the number of
-micro-batches. In any order of actions rank r is busy m * sum(T_c of r); before its first forward one micro-batch has passed the first chunks of the ranks
-before it, and after its last backward the same micro-batch passes them back. So
-
-    step_s >= max over r of  m * sum_{c on r} T_c + sum_{j < r} T_j  + optimizer_r                                         (chunk_bound_s)
-
+Time. costmodel.schedules.busy bounds chunks that are priced: m * work of a rank + what one micro-batch takes to reach it and to leave.
 Over every split of a total T into pp ranks of one chunk each, the least value of the right side is T / (1 - (1 - 1/m)^pp): equality on all ranks makes
 T_r = T_0 (1 - 1/m)^r. With several chunks per rank the fill shrinks and m * T / pp remains                                    (split_bound_s)
 Where backward is split, weight gradients fill what the passing leaves: no fill counts.
@@ -17,8 +12,6 @@ Bytes. Weights, gradients and optimizer states, each over as many ranks as the s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from costmodel.engine import Engine
 from costmodel.mesh import Mesh
 from costmodel.optimizers import optimizer
@@ -26,19 +19,6 @@ from costmodel.work import DTYPE_BYTES
 from planner.graph import Graph
 from planner.job import Job
 from planner.lower import storage_dtype
-
-
-def chunk_bound_s(chunks: Sequence[tuple[int, float]], num_micro_batches: int, extra_s: Sequence[float], *, fills: bool = True) -> float:
-    """The largest over ranks of m * work + fill + extra, for chunks (rank, seconds of one micro-batch) in execution order; no fill unless `fills`."""
-    num_ranks = len(extra_s)
-    work = [0.0] * num_ranks
-    for rank, seconds in chunks:
-        work[rank] += seconds
-    best = fill = 0.0
-    for rank in range(num_ranks):
-        best = max(best, num_micro_batches * work[rank] + fill + extra_s[rank])
-        fill += chunks[rank][1] if fills else 0.0
-    return best
 
 
 def split_bound_s(total_s: float, num_micro_batches: int, num_ranks: int, *, interleaved: bool) -> float:

@@ -13,9 +13,10 @@ from costmodel.estimate import Estimate, StageMemory
 from costmodel.memory import stage_memories, usable_bytes
 from costmodel.mesh import Mesh
 from costmodel.schedule import Orders, actions, fewest, peak_in_flight, rules
-from costmodel.simulate import COMPILED_LAUNCH_FRAC
+from costmodel.schedules.busy import busy_s
+from costmodel.simulate import COMPILED_LAUNCH_FRAC, least_step_s
 from costmodel.work import BlockWork, Compute, StepWork
-from planner.bounds import chunk_bound_s, split_bound_s, states_bytes
+from planner.bounds import split_bound_s, states_bytes
 from planner.division import Division
 from planner.lower import LoweringCache, division_of, lower, lower_block
 from planner.pricing import estimate_graph
@@ -66,8 +67,13 @@ class GraphPricer:
         return split_bound_s(total_s, micro_batches, mesh.pp, interleaved=interleaved)
 
     def least_s(self, strategy: Strategy) -> float:
-        """chunk_bound_s of the lowered chunks."""
+        """busy_s of the lowered chunks."""
         return self._lowered(strategy).least_s
+
+    def sharp_s(self, strategy: Strategy) -> float:
+        """costmodel.simulate.least_step_s."""
+        step = replace(self._lowered(strategy).step, mesh=strategy.mesh, zero_stage=strategy.zero_stage)
+        return least_step_s(step, self.problem.cluster, self.problem.engine)
 
     def least_bytes(self, strategy: Strategy, limit_bytes: float) -> Need:
         """The peak under the first few micro-batches; later ones repeat them.
@@ -109,7 +115,7 @@ class GraphPricer:
             chunks = [(stage.rank_index, seconds[id(stage.blocks)]) for stage in step.stages]
             found = self._steps[key] = Lowered(
                 step=step,
-                least_s=chunk_bound_s(chunks, step.num_micro_batches, (0.0,) * mesh.pp, fills=not rules(step.schedule).splits_backward),
+                least_s=busy_s(chunks, step.num_micro_batches, (0.0,) * mesh.pp, fills=not rules(step.schedule).splits_backward),
             )
         return found
 

@@ -5,7 +5,8 @@ One heap holds these kinds of entries, each under a lower bound of its objective
     branch      (mesh, micro-batch)     coarse bound of all members     bounded again, with its blocks priced
     branch, tight                       tight bound of all members      expanded into chains of growing recompute
     chain                               bound of its first member       cut to the members that may fit
-    chain, cut                          bound of its first member       that member priced by the full estimate
+    chain, cut                          bound of its first member       split by mesh, then bounded sharply
+    chain, sharp                        sharp bound of that member      that member priced by the full estimate
     priced      an estimate             its objective, exactly          popped: nothing left is better
 
 The heap is popped smallest first, so when a priced entry comes out every open entry is bounded by its objective: it is optimal, and the bound is the
@@ -61,7 +62,10 @@ class Pricer(Protocol):
         """A bound for every strategy of the branch: in microseconds, or `tight` for the branches that matter."""
 
     def least_s(self, strategy: Strategy) -> float:
-        """A bound for one strategy."""
+        """A bound for one strategy, the same for every split of dp and every ZeRO stage."""
+
+    def sharp_s(self, strategy: Strategy) -> float:
+        """A closer bound for one strategy, in a fraction of the time of an estimate."""
 
     def least_bytes(self, strategy: Strategy, limit_bytes: float) -> Need:
         """A bound for one strategy; once above the limit it need not be any tighter."""
@@ -137,12 +141,13 @@ class _Rejections:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Open:
-    """A branch whose bound is `tight` or not, or a chain whose members that cannot fit are `cut` or not."""
+    """A branch whose bound is `tight` or not, or a chain whose members that cannot fit are `cut` or not, and whose bound is `sharp` or not."""
 
     branch: Branch | None = None
     tight: bool = False
     chain: Chain | None = None
     cut: bool = False
+    sharp: bool = False
 
 
 class _Search:
@@ -211,31 +216,32 @@ class _Search:
         for chain in branch.chains():
             need = self.pricer.least_states_bytes(chain.base.mesh, chain.base.zero_stage)
             if self.by_memory:
-                self.expand_ends(chain, max(key, need.peak_bytes))
+                for single in chain.split():
+                    self.expand_ends(single, max(key, need.peak_bytes))
                 continue
             if not self.fits(need.peak_bytes):
-                self.reject(f"{describe(chain.member(0))}: at least {format_bytes(need.peak_bytes)}", need.reason, chain.count)
+                self.reject(f"{describe(chain.member(0))}: at least {format_bytes(need.peak_bytes)}", need.reason, chain.size)
                 continue
             try:
                 least_s = self.pricer.least_s(chain.member(0))
             except InputError as error:
-                self.refuse(chain.member(0), error, chain.count)
+                self.refuse(chain.member(0), error, chain.size)
                 continue
             self.push(max(key, least_s), _Open(chain=chain))
 
     def expand_ends(self, chain: Chain, key: float) -> None:
         """By memory the ends of a chain are its extremes. What could be the best so far is priced at once, which sharpens every later look."""
         if self.found and key > self.found[0][0]:
-            self.push(key, _Open(chain=chain, cut=True))
+            self.push(key, _Open(chain=chain, cut=True, sharp=True))
             return
         for part in (chain.part(0, 1), chain.part(chain.count - 1)) if chain.count > 1 else (chain,):
             try:
                 least = max(key, self.least_bytes(part.member(0)).peak_bytes)
             except InputError as error:
-                self.refuse(part.member(0), error, part.count)
+                self.refuse(part.member(0), error, part.size)
                 continue
             if self.found and least >= self.found[0][0]:
-                self.push(least, _Open(chain=part, cut=True))
+                self.push(least, _Open(chain=part, cut=True, sharp=True))
             else:
                 self.price(part, least)
 
@@ -243,17 +249,24 @@ class _Search:
         """Drop the members that cannot fit: the first is asked, then the last, the rest is bisected."""
         need = self.least_bytes(chain.member(0))
         if self.fits(need.peak_bytes):
-            self.price(chain, key)
+            self.sharpen(chain, key)
             return
         first = chain.count
         if chain.count > 1:
             need = self.least_bytes(chain.member(-1))
             first = self.first_fit(chain) if self.fits(need.peak_bytes) else chain.count
         if first == chain.count:
-            self.reject(f"{describe(chain.member(-1))}: at least {format_bytes(need.peak_bytes)}", need.reason, first)
+            self.reject(f"{describe(chain.member(-1))}: at least {format_bytes(need.peak_bytes)}", need.reason, chain.size)
             return
-        self.reject(describe(chain.member(0)), "too little recompute to fit", first)
+        self.reject(describe(chain.member(0)), "too little recompute to fit", chain.part(0, first).size)
         self.push(max(key, self.pricer.least_s(chain.member(first))), _Open(chain=chain.part(first), cut=True))
+
+    def sharpen(self, chain: Chain, key: float) -> None:
+        """Of several meshes the last has been cut, the others are asked in their turn. A chain on one mesh gets the sharp bound of its first member."""
+        *others, last = chain.split()
+        for other in others:
+            self.push(key, _Open(chain=other))
+        self.push(max(key, self.pricer.sharp_s(last.member(0))), _Open(chain=last, cut=True, sharp=True))
 
     def first_fit(self, chain: Chain) -> int:
         """Index of the first member that fits, between the first, which does not, and the last, which does."""
@@ -271,7 +284,7 @@ class _Search:
         try:
             estimate = self.pricer.estimate(strategy)
         except InputError as error:
-            self.refuse(strategy, error, chain.count)
+            self.refuse(strategy, error, chain.size)
             return
         self.num_evaluated += 1
         if not self.fits(estimate.peak_bytes):
@@ -293,7 +306,7 @@ class _Search:
         if isinstance(entry, Priced):
             self.num_proven += 1
         elif entry.chain is not None:
-            (self.price if entry.cut else self.cut)(entry.chain, key)
+            (self.price if entry.sharp else self.sharpen if entry.cut else self.cut)(entry.chain, key)
         elif entry.branch is not None and not entry.tight:
             self.push(max(key, self.pricer.least_branch_s(entry.branch, tight=True)), _Open(branch=entry.branch, tight=True))
         elif entry.branch is not None:
@@ -389,11 +402,7 @@ def first_that_fits(branches: Iterable[Branch | Rejected], pricer: Pricer, *, mo
     """Some strategy that fits, looked for from the smallest states on and at the ends of every chain, where the peaks are smallest; None when none does (among
     the first `most` that were looked at)."""
     limit = pricer.usable_bytes
-    needs = [
-        (pricer.least_states_bytes(item.mesh, item.zero_stage).peak_bytes, item)
-        for item in branches
-        if isinstance(item, Branch)
-    ]
+    needs = [(pricer.least_states_bytes(item.mesh, item.zero_stage).peak_bytes, item) for item in branches if isinstance(item, Branch)]
     looked = 0
     for least, branch in sorted(needs, key=lambda item: item[0]):
         if least > limit:

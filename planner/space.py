@@ -94,27 +94,40 @@ class Options:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chain:
-    """Strategies that differ in recompute alone, in growing order: none, first 1, 2, ... layers, full; "selective" is a chain of its own.
+    """Strategies that differ in recompute, in growing order: none, first 1, 2, ... layers, full; "selective" is a chain of its own.
 
-    Along a chain a step never gets shorter, and from the second member on memory never grows, so the first member that fits is the best of its chain.
+    They stand for each of `meshes`, which differ in how dp splits into replicas and shards. Along a chain a step never gets shorter, and from the second member
+    on memory never grows, so on each mesh the first member that fits is the best. `base` has the last mesh, with the most shards: what does not fit there
+    fits on none.
     """
 
     base: Strategy
     recompute: tuple[tuple[str, int], ...]
+    meshes: tuple[Mesh, ...]
 
     @property
     def count(self) -> int:
-        """How many members it has."""
+        """How many members it has on one mesh."""
         return len(self.recompute)
 
+    @property
+    def size(self) -> int:
+        """How many strategies it stands for."""
+        return len(self.recompute) * len(self.meshes)
+
     def member(self, index: int) -> Strategy:
-        """One member; -1 is the last."""
+        """One member on the last mesh; index -1 is the last."""
         name, layers = self.recompute[index]
         return replace(self.base, recompute=name, recompute_layers=layers)
 
     def part(self, start: int, stop: int | None = None) -> Chain:
         """The members from `start` up to `stop`."""
         return replace(self, recompute=self.recompute[start:stop])
+
+    def split(self) -> Iterator[Chain]:
+        """A chain for each mesh."""
+        for mesh in self.meshes:
+            yield replace(self, base=replace(self.base, mesh=mesh), meshes=(mesh,))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,21 +149,27 @@ class Branch:
         """The highest ZeRO stage of any member."""
         return max(stage for _, stage in self.options.shardings)
 
+    def meshes_by_stage(self) -> Iterator[tuple[int, tuple[Mesh, ...]]]:
+        """Each ZeRO stage with its meshes, from few shards to many."""
+        for stage in sorted({stage for _, stage in self.options.shardings}):
+            yield stage, tuple(mesh for mesh, other in self.options.shardings if other == stage)
+
     def strategies(self) -> Iterator[Strategy]:
         """All members, in a fixed order."""
         for chain in self.chains():
-            yield from map(chain.member, range(chain.count))
+            for single in chain.split():
+                yield from map(single.member, range(single.count))
 
     def chains(self) -> Iterator[Chain]:
         """All members, chained by recompute."""
         options = self.options
         for (schedule, vpp), recomputes in zip(options.schedules, options.recompute, strict=True):
             links = [tuple(item for item in recomputes if (item[0] == "selective") == alone) for alone in (False, True)]
-            for (mesh, zero), parallel, kind, link in product(
-                options.shardings, options.sequence_parallel, options.cp_kinds, filter(None, links)
+            for (zero, meshes), parallel, kind, link in product(
+                self.meshes_by_stage(), options.sequence_parallel, options.cp_kinds, filter(None, links)
             ):
                 base = Strategy(
-                    mesh=mesh,
+                    mesh=meshes[-1],
                     micro_batch=self.micro_batch,
                     zero_stage=zero,
                     sequence_parallel=parallel,
@@ -160,7 +179,7 @@ class Branch:
                     flash_attention=self.flash_attention,
                     compile=self.compile,
                 )
-                yield Chain(base=base, recompute=link)
+                yield Chain(base=base, recompute=link, meshes=meshes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -280,7 +299,9 @@ class Space:
 
         return tuple(stage for stage in self.engine.zero_stages if meaningful(stage) and self.restrictions.allows("zero_stage", stage))
 
-    def _branch(self, shardings: tuple[tuple[Mesh, int], ...], micro_batch: int, known: dict[tuple[int, int], Scheduled]) -> Branch | Rejected:
+    def _branch(
+        self, shardings: tuple[tuple[Mesh, int], ...], micro_batch: int, known: dict[tuple[int, int], Scheduled]
+    ) -> Branch | Rejected:
         allows, mesh = self.restrictions.allows, shardings[-1][0]
         num_micro_batches = self.job.global_batch // (mesh.dp * micro_batch)
         scheduled = known.get((mesh.pp, num_micro_batches))

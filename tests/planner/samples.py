@@ -117,6 +117,9 @@ class FakePricer:
     def least_s(self, strategy: Strategy) -> float:
         return self.slack * self.formula(strategy)[0]
 
+    def sharp_s(self, strategy: Strategy) -> float:
+        return (1.0 + self.slack) / 2.0 * self.formula(strategy)[0]
+
     def least_bytes(self, strategy: Strategy, limit_bytes: float) -> Need:
         return Need(peak_bytes=self.slack * self.formula(strategy)[1])
 

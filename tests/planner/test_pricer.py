@@ -59,7 +59,8 @@ def test_no_estimate_beats_its_bounds(changes, fix):
         for priced in exhaustive([branch], pricer):
             found = priced.estimate
             assert tight_s <= found.step_s * (1 + 1e-9), priced.strategy
-            assert pricer.least_s(priced.strategy) <= found.step_s * (1 + 1e-9), priced.strategy
+            assert pricer.least_s(priced.strategy) <= pricer.sharp_s(priced.strategy) * (1 + 1e-9), priced.strategy
+            assert pricer.sharp_s(priced.strategy) <= found.step_s * (1 + 1e-9), priced.strategy
             assert states <= found.peak_bytes * (1 + 1e-9), priced.strategy
             for limit in (pricer.usable_bytes, float("inf")):
                 assert pricer.least_bytes(priced.strategy, limit).peak_bytes <= found.peak_bytes * (1 + 1e-9), priced.strategy
