@@ -16,6 +16,8 @@ estimate; tests/planner/test_search.py checks this against exhaustive pricing. T
 Before that a quick dive looks for any plan that fits, from the smallest states on (`first_that_fits`, DIVE strategies at most): it is what a search that is
 stopped before it priced anything returns. It prunes nothing, so it changes no answer.
 
+After the proof the search lingers (LINGER steps at most) until it has priced as many plans as it may return: they are the next best ones, unproven.
+
 A strategy whose *least* memory exceeds the device is rejected before pricing, one whose estimate exceeds it after; both are counted by reason. Of a
 chain only the first member that fits is priced: those after it recompute more and are no faster (planner.space.Chain).
 """
@@ -38,6 +40,7 @@ from planner.strategy import Strategy
 
 METHOD = "best-first branch and bound"
 DIVE = 200
+LINGER = 2000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -300,6 +303,13 @@ class _Search:
         self.found.sort(key=lambda item: item[:2])
         del self.found[max(self.limits.keep, self.limits.top_k) :]
 
+    def linger(self) -> None:
+        """Price the strategies with the next smallest bounds, for alternatives; what is proven stays."""
+        for _ in range(LINGER):
+            if not self.heap or len(self.found) >= max(self.limits.keep, self.limits.top_k):
+                return
+            self.step()
+
     def step(self) -> None:
         key, _, _, entry = heapq.heappop(self.heap)
         self.bound = max(self.bound, key) if not self.num_proven else self.bound
@@ -358,6 +368,8 @@ def search(
                 continue
             if progress is not None:
                 progress(state.progress())
+        if state.num_proven and not by_memory:
+            state.linger()
     except KeyboardInterrupt:
         status = "interrupted"
     return _result(state, status)
