@@ -16,7 +16,7 @@ estimate; tests/planner/test_search.py checks this against exhaustive pricing. T
 Before that a quick dive looks for any plan that fits, from the smallest states on (`first_that_fits`, DIVE strategies at most): it is what a search that is
 stopped before it priced anything returns. It prunes nothing, so it changes no answer.
 
-After the proof the search lingers (LINGER steps at most) until it has priced as many plans as it may return: they are the next best ones, unproven.
+After the proof the search lingers (LINGER steps, ten times as many while it has priced too few) for the next best plans, as many as it may return. Those it had to stop at are priced, not proven.
 
 A strategy whose *least* memory exceeds the device is rejected before pricing, one whose estimate exceeds it after; both are counted by reason. Of a
 chain only the first member that fits is priced: those after it recompute more and are no faster (planner.space.Chain).
@@ -40,7 +40,7 @@ from planner.strategy import Strategy
 
 METHOD = "best-first branch and bound"
 DIVE = 200
-LINGER = 2000
+LINGER = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -304,9 +304,10 @@ class _Search:
         del self.found[max(self.limits.keep, self.limits.top_k) :]
 
     def linger(self) -> None:
-        """Price the strategies with the next smallest bounds, for alternatives; what is proven stays."""
-        for _ in range(LINGER):
-            if not self.heap or len(self.found) >= max(self.limits.keep, self.limits.top_k):
+        """Look for the next best, for alternatives; what is proven stays. At least as many as may be returned get priced."""
+        wanted = max(self.limits.keep, self.limits.top_k)
+        for looked in range(10 * LINGER):
+            if not self.heap or self.num_proven >= wanted or (looked >= LINGER and len(self.found) >= wanted):
                 return
             self.step()
 
