@@ -6,14 +6,14 @@ stream beside the compute that follows it, up to the next blocking call or `wait
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
 from costmodel.collectives import collective_s, ring_steps
-from costmodel.compute import compute_s
+from costmodel.compute import compute_s, least_s
 from costmodel.engine import Engine
-from costmodel.hardware import NodePool
-from costmodel.mesh import Mesh
+from costmodel.hardware import Device, NodePool
+from costmodel.mesh import Group, Mesh
 from costmodel.profiles.kernels import KernelProfile, kernel_profile
 from costmodel.profiles.links import LinkProfile, link_profile
 from costmodel.work import BlockWork, Collective, Compute, Work
@@ -83,6 +83,7 @@ class Machine:
     links: LinkProfile
     stall_call_s: float = 0.0
     stall_step_s: float = 0.0
+    _groups: dict[str, Group] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of(cls, pool: NodePool, mesh: Mesh, engine: Engine | None = None) -> Machine:
@@ -99,7 +100,9 @@ class Machine:
 
     def collective_s(self, kind: str, full_bytes: float, axis: str) -> float:
         """Seconds of a collective on the group of `axis`."""
-        group = self.mesh.group(axis, fast_domain=self.pool.fast_domain, per_node=self.pool.devices_per_node)
+        group = self._groups.get(axis)
+        if group is None:
+            group = self._groups[axis] = self.mesh.group(axis, fast_domain=self.pool.fast_domain, per_node=self.pool.devices_per_node)
         return collective_s(kind, full_bytes, group, self.pool, self.links)
 
     def copy_s(self, num_bytes: float, direction: str) -> float:
@@ -111,15 +114,18 @@ class Machine:
         return pool.host_link.latency_s + num_bytes / rate
 
 
-def price_phase(works: tuple[Work, ...], machine: Machine) -> Phase:
-    """Seconds of `works` in order on the two streams."""
+KernelSeconds = Callable[[Compute, Device, KernelProfile], float]
+
+
+def price_phase(works: tuple[Work, ...], machine: Machine, kernel_s: KernelSeconds = compute_s) -> Phase:
+    """Seconds of `works` in order on the two streams; `kernel_s` times a kernel."""
     computed: dict[str, float] = {}
     exposed: dict[str, float] = {}
     clock = channel = busy = copy = flops = stall = 0.0
     kernels, axis = 0, ""
     for work in works:
         if isinstance(work, Compute):
-            seconds = compute_s(work, machine.pool.device, machine.kernels)
+            seconds = kernel_s(work, machine.pool.device, machine.kernels)
             computed[work.op_class] = computed.get(work.op_class, 0.0) + seconds
             kernels += work.num_kernels
             flops += work.flops
@@ -152,6 +158,14 @@ def price_phase(works: tuple[Work, ...], machine: Machine) -> Phase:
 def price_block(block: BlockWork, machine: Machine) -> tuple[Phase, Phase]:
     """Forward, and backward with the recompute before it."""
     return price_phase(block.forward, machine), price_phase((*block.recompute, *block.backward), machine)
+
+
+def least_block_s(block: BlockWork, machine: Machine) -> float:
+    """Forward and backward with every kernel at the speed of an endless one (costmodel.compute.least_s).
+
+    Of a block with endless rows it is the least that a row takes under the same division: kernels and collectives never get faster a row when there are fewer.
+    """
+    return sum(price_phase(works, machine, least_s).device_s for works in (block.forward, (*block.recompute, *block.backward)))
 
 
 def price_halves(block: BlockWork, machine: Machine) -> tuple[Phase, Phase]:

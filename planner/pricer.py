@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
-from costmodel.blocks import Machine, price_block
-from costmodel.compute import least_s
+from costmodel.blocks import Machine, least_block_s, price_block
 from costmodel.estimate import Estimate, StageMemory
 from costmodel.memory import stage_memories, usable_bytes
 from costmodel.mesh import Mesh
 from costmodel.schedule import Orders, actions, fewest, peak_in_flight, rules
 from costmodel.schedules.busy import busy_s
 from costmodel.simulate import COMPILED_LAUNCH_FRAC, least_step_s
-from costmodel.work import BlockWork, Compute, StepWork
+from costmodel.work import BlockWork, StepWork
 from planner.bounds import split_bound_s, states_bytes
 from planner.division import Division
 from planner.lower import LoweringCache, division_of, lower, lower_block
 from planner.pricing import estimate_graph
 from planner.problem import Problem
-from planner.search import Need
+from planner.search import CLOSE, TIGHT, Need
 from planner.space import Branch
 from planner.strategy import Strategy
 from planner.validity import validate
@@ -45,7 +44,7 @@ class GraphPricer:
         self.problem = problem
         self.usable_bytes = (1.0 - problem.headroom_frac) * usable_bytes(problem.cluster.pool)
         self.cache = LoweringCache()
-        self._whole: dict[tuple[bool, bool], float] = {}
+        self._endless: dict[object, float] = {}
         self._blocks: dict[int, tuple[BlockWork, tuple[tuple[float, int], tuple[float, int]]]] = {}
         self._totals: dict[Division, float] = {}
         self._steps: dict[tuple[object, ...], Lowered] = {}
@@ -56,13 +55,17 @@ class GraphPricer:
         problem = self.problem
         return Need(peak_bytes=states_bytes(problem.graph, problem.job, problem.engine, mesh, zero_stage), reason=STATES)
 
-    def least_branch_s(self, branch: Branch, *, tight: bool) -> float:
-        """The pipeline's least bubble around kernels at their best, or (tight) around priced kernels and collectives of the cheapest technique."""
+    def least_branch_s(self, branch: Branch, level: int) -> float:
+        """The pipeline's least bubble around the blocks of the cheapest technique.
+
+        First unsplit kernels at their best over all devices; CLOSE, kernels and collectives of this mesh at endless sizes; TIGHT, at their real sizes.
+        """
         mesh, micro_batches = branch.mesh, self.problem.job.global_batch // (branch.mesh.dp * branch.micro_batch)
-        total_s = self._ideal_s(branch) * mesh.pp / micro_batches
-        if tight:
-            techniques = product(branch.options.sequence_parallel, branch.options.cp_kinds)
-            total_s = min(self._total_s(branch, parallel, kind) for parallel, kind in techniques)
+        if level < CLOSE:
+            total_s = self._ideal_s(branch) * mesh.pp / micro_batches
+        else:
+            bound = self._total_s if level == TIGHT else self._endless_s
+            total_s = min(bound(strategy) for strategy in self._techniques(branch))
         interleaved = any(vpp > 1 or rules(name).splits_backward for name, vpp in branch.options.schedules)
         return split_bound_s(total_s, micro_batches, mesh.pp, interleaved=interleaved)
 
@@ -163,17 +166,28 @@ class GraphPricer:
         return found[1]
 
     def _ideal_s(self, branch: Branch) -> float:
-        """The kernels of the whole global batch, unsplit, over all devices: however they are divided, no kernel runs faster (costmodel.compute.least_s)."""
-        problem, form = self.problem, (branch.flash_attention, branch.compile)
-        if form not in self._whole:
-            strategy = Strategy(mesh=Mesh(), micro_batch=problem.job.global_batch, flash_attention=form[0], compile=form[1])
-            machine = Machine.of(problem.cluster.pool, strategy.mesh)
-            total_s = 0.0
-            for block, repeat in self._blocks_of(strategy):
-                kernels = (work for work in (*block.forward, *block.backward) if isinstance(work, Compute))
-                total_s += repeat * sum(least_s(work, machine.pool.device, machine.kernels) for work in kernels)
-            self._whole[form] = total_s / problem.cluster.num_devices
-        return self._whole[form]
+        """The whole global batch, unsplit, over all devices: however kernels are divided, none runs faster."""
+        problem = self.problem
+        whole = Strategy(
+            mesh=Mesh(), micro_batch=problem.job.global_batch, flash_attention=branch.flash_attention, compile=branch.compile
+        )  # fmt: skip
+        return self._endless_s(whole) / problem.cluster.num_devices
+
+    def _endless_s(self, strategy: Strategy) -> float:
+        """The strategy's micro-batch through all layers at the speed of endless sizes (costmodel.blocks.least_block_s): its share of the whole global batch."""
+        batch = self.problem.job.global_batch
+        endless = replace(strategy, micro_batch=batch)
+        key = (division_of(self.problem.graph, self.problem.job, endless), strategy.flash_attention, strategy.compile)
+        if key not in self._endless:
+            machine = Machine.of(self.problem.cluster.pool, strategy.mesh)
+            self._endless[key] = sum(repeat * least_block_s(block, machine) for block, repeat in self._blocks_of(endless)) / batch
+        return self._endless[key] * strategy.micro_batch
+
+    def _techniques(self, branch: Branch) -> Iterator[Strategy]:
+        """A strategy of the branch for each technique that changes a block."""
+        first = next(branch.strategies())
+        for parallel, kind in product(branch.options.sequence_parallel, branch.options.cp_kinds):
+            yield replace(first, sequence_parallel=parallel, cp_kind=kind)
 
     def _blocks_of(self, strategy: Strategy) -> list[tuple[BlockWork, int]]:
         """Every kind of block under `strategy` without recompute, and how often it runs."""
@@ -185,13 +199,11 @@ class GraphPricer:
             for block in graph.kinds
         ]
 
-    def _total_s(self, branch: Branch, sequence_parallel: bool, cp_kind: str) -> float:
+    def _total_s(self, strategy: Strategy) -> float:
         """One micro-batch through all layers, without recompute, pipeline or ZeRO."""
-        problem, graph = self.problem, self.problem.graph
-        strategy = replace(next(branch.strategies()), sequence_parallel=sequence_parallel, cp_kind=cp_kind)
-        division = division_of(graph, problem.job, strategy)
+        division = division_of(self.problem.graph, self.problem.job, strategy)
         found = self._totals.get(division)
         if found is None:
-            machine = Machine.of(problem.cluster.pool, strategy.mesh)
+            machine = Machine.of(self.problem.cluster.pool, strategy.mesh)
             found = self._totals[division] = self._chunk_s(self._blocks_of(strategy), machine, compiled=strategy.compile)
         return found

@@ -2,7 +2,8 @@
 
 One heap holds these kinds of entries, each under a lower bound of its objective:
 
-    branch      (mesh, micro-batch)     coarse bound of all members     bounded again, with its blocks priced
+    branch      (mesh, micro-batch)     coarse bound of all members     bounded again, its blocks priced at endless sizes
+    branch, close                       closer bound of all members     bounded again, its kernels priced at their real sizes
     branch, tight                       tight bound of all members      expanded into chains of growing recompute
     chain                               bound of its first member       cut to the members that may fit
     chain, cut                          bound of its first member       split by mesh, then bounded sharply
@@ -16,7 +17,8 @@ estimate; tests/planner/test_search.py checks this against exhaustive pricing. T
 Before that a quick dive looks for any plan that fits, from the smallest states on (`first_that_fits`, DIVE strategies at most): it is what a search that is
 stopped before it priced anything returns. It prunes nothing, so it changes no answer.
 
-After the proof the search lingers (LINGER steps, ten times as many while it has priced too few) for the next best plans, as many as it may return. Those it had to stop at are priced, not proven.
+After the proof the search lingers (LINGER steps, ten times as many while it has priced too few) for the next best plans, as many as it may return. Those it
+had to stop at are priced, not proven.
 
 A strategy whose *least* memory exceeds the device is rejected before pricing, one whose estimate exceeds it after; both are counted by reason. Of a
 chain only the first member that fits is priced: those after it recompute more and are no faster (planner.space.Chain).
@@ -39,6 +41,7 @@ from planner.space import Branch, Chain, Rejected, describe
 from planner.strategy import Strategy
 
 METHOD = "best-first branch and bound"
+CLOSE, TIGHT = 1, 2
 DIVE = 200
 LINGER = 300
 
@@ -61,8 +64,8 @@ class Pricer(Protocol):
     def least_states_bytes(self, mesh: Mesh, zero_stage: int) -> Need:
         """A bound for every strategy of this mesh and ZeRO stage (lower stages need no less), in microseconds."""
 
-    def least_branch_s(self, branch: Branch, *, tight: bool) -> float:
-        """A bound for every strategy of the branch: in microseconds, or `tight` for the branches that matter."""
+    def least_branch_s(self, branch: Branch, level: int) -> float:
+        """A bound for every strategy of the branch: 0 in microseconds, CLOSE for its mesh, TIGHT for the branches that matter."""
 
     def least_s(self, strategy: Strategy) -> float:
         """A bound for one strategy, the same for every split of dp and every ZeRO stage."""
@@ -144,10 +147,10 @@ class _Rejections:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Open:
-    """A branch whose bound is `tight` or not, or a chain whose members that cannot fit are `cut` or not, and whose bound is `sharp` or not."""
+    """A branch bounded at `level` (0, CLOSE, TIGHT), or a chain whose members that cannot fit are `cut` or not, and whose bound is `sharp` or not."""
 
     branch: Branch | None = None
-    tight: bool = False
+    level: int = 0
     chain: Chain | None = None
     cut: bool = False
     sharp: bool = False
@@ -206,9 +209,9 @@ class _Search:
             self.num_candidates += branch.options.count
             need = self.pricer.least_states_bytes(branch.mesh, branch.zero_stage)
             if self.by_memory:
-                self.push(need.peak_bytes, _Open(branch=branch, tight=True))
+                self.push(need.peak_bytes, _Open(branch=branch, level=TIGHT))
             elif self.fits(need.peak_bytes):
-                self.push(self.pricer.least_branch_s(branch, tight=False), _Open(branch=branch))
+                self.push(self.pricer.least_branch_s(branch, 0), _Open(branch=branch))
             else:
                 what = f"{describe(next(branch.strategies()))}: at least {format_bytes(need.peak_bytes)}"
                 self.reject(what, need.reason, branch.options.count)
@@ -318,8 +321,9 @@ class _Search:
             self.num_proven += 1
         elif entry.chain is not None:
             (self.price if entry.sharp else self.sharpen if entry.cut else self.cut)(entry.chain, key)
-        elif entry.branch is not None and not entry.tight:
-            self.push(max(key, self.pricer.least_branch_s(entry.branch, tight=True)), _Open(branch=entry.branch, tight=True))
+        elif entry.branch is not None and entry.level < TIGHT:
+            level = entry.level + 1
+            self.push(max(key, self.pricer.least_branch_s(entry.branch, level)), _Open(branch=entry.branch, level=level))
         elif entry.branch is not None:
             self.expand(entry.branch, key)
 

@@ -111,8 +111,8 @@ class FakePricer:
     def least_states_bytes(self, mesh: Mesh, zero_stage: int) -> Need:
         return Need(peak_bytes=self.slack * self.states_bytes(mesh, zero_stage))
 
-    def least_branch_s(self, branch: Branch, *, tight: bool) -> float:
-        return (1.0 if tight else 0.9) * min(map(self.least_s, branch.strategies()))
+    def least_branch_s(self, branch: Branch, level: int) -> float:
+        return (0.9, 0.95, 1.0)[level] * min(map(self.least_s, branch.strategies()))
 
     def least_s(self, strategy: Strategy) -> float:
         return self.slack * self.formula(strategy)[0]

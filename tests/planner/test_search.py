@@ -106,7 +106,7 @@ def test_interrupt_before_the_bounds_claims_no_bound():
     spanned = space()
 
     class Stopping(FakePricer):
-        def least_branch_s(self, branch, *, tight):
+        def least_branch_s(self, branch, level):
             raise KeyboardInterrupt
 
     result = search(spanned.branches(), Stopping(space=spanned))
