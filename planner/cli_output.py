@@ -15,7 +15,7 @@ from costmodel.units import format_seconds
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from planner.search import Progress
+    from planner.outcome import Progress
 
 ERROR_FORMAT = "autoplan/error"
 REPORT_TO = "please report it with the command and the traceback that -v prints"

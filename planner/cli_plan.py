@@ -85,7 +85,7 @@ def add_verbs(verbs: argparse._SubParsersAction[Any]) -> None:
 def run_plan(options: argparse.Namespace, output: Output) -> int:
     """`autoplan plan`."""
     from planner.facade import solve
-    from planner.search import Limits
+    from planner.outcome import Limits
 
     limits = Limits(top_k=options.top_k, keep=max(4, options.top_k), time_limit_s=options.time_limit)
     try:

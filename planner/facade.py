@@ -17,11 +17,12 @@ from planner.graph import Graph
 from planner.infeasible import no_plan
 from planner.job import Job
 from planner.levers import levers
+from planner.outcome import Limits, Priced, Progress
 from planner.plan import Alternative, Plan, Proof, Rejection
 from planner.pricer import GraphPricer
 from planner.problem import Problem, problem_of
 from planner.restrict import parse_restrictions
-from planner.search import Limits, Priced, Progress, search
+from planner.search import search
 from planner.stages import split
 from planner.strategy import Strategy
 

@@ -7,11 +7,12 @@ from costmodel.estimate import Line
 from costmodel.units import format_bytes, format_percent
 from planner.explain import binding_class, fullest
 from planner.levers import Remedy, remedies
+from planner.outcome import Limits, Priced
 from planner.plan import Rejection
 from planner.pricer import GraphPricer
 from planner.problem import Problem
 from planner.restrict import Restrictions
-from planner.search import Limits, Priced, search
+from planner.search import search
 from planner.space import describe
 
 

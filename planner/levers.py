@@ -12,11 +12,12 @@ from costmodel.errors import InputError
 from costmodel.hardware import Cluster
 from costmodel.optimizers import OPTIMIZERS
 from costmodel.units import format_bytes, format_seconds
+from planner.outcome import Priced
 from planner.plan import Alternative
 from planner.pricer import GraphPricer
 from planner.problem import Problem
 from planner.restrict import Restrictions
-from planner.search import Priced, first_that_fits
+from planner.search import first_that_fits
 from planner.space import divisors
 from planner.strategy import Strategy
 

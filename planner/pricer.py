@@ -18,9 +18,9 @@ from costmodel.work import BlockWork, StepWork
 from planner.bounds import split_bound_s, states_bytes
 from planner.division import Division
 from planner.lower import LoweringCache, division_of, lower, lower_block
+from planner.outcome import CLOSE, TIGHT, Need
 from planner.pricing import estimate_graph
 from planner.problem import Problem
-from planner.search import CLOSE, TIGHT, Need
 from planner.space import Branch
 from planner.strategy import Strategy
 from planner.validity import validate
@@ -38,7 +38,7 @@ class Lowered:
 
 
 class GraphPricer:
-    """Prices strategies of one problem (planner.search.Pricer)."""
+    """Prices strategies of one problem (planner.outcome.Pricer)."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem

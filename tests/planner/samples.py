@@ -10,9 +10,9 @@ from costmodel.estimate import Estimate, Line, StageMemory
 from costmodel.hardware import Cluster, Device, Link, NodePool
 from costmodel.mesh import Mesh
 from planner.job import Job
+from planner.outcome import Need
 from planner.plan import Alternative, Plan, Proof, Rejection, Stage
 from planner.restrict import parse_restrictions
-from planner.search import Need
 from planner.space import Branch, Extents, Space
 from planner.strategy import Strategy
 

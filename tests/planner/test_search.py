@@ -6,7 +6,8 @@ import itertools
 
 import pytest
 
-from planner.search import Limits, exhaustive, first_that_fits, search
+from planner.outcome import Limits
+from planner.search import exhaustive, first_that_fits, search
 from planner.space import Branch
 from tests.planner.samples import GIB, FakePricer, space
 
