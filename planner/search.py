@@ -32,7 +32,7 @@ from dataclasses import dataclass
 
 from costmodel.errors import InputError
 from costmodel.units import format_bytes, format_seconds
-from planner.outcome import TIGHT, Limits, Priced, Pricer, Progress, Rejections, Result
+from planner.outcome import TIGHT, Limits, Need, Priced, Pricer, Progress, Rejections, Result
 from planner.plan import Proof
 from planner.space import Branch, Chain, Rejected, describe
 from planner.strategy import Strategy
