@@ -16,7 +16,7 @@ from planner.graph import Block, Node, Tensor
 from planner.lean import lean
 from planner.liveness import peak_bytes
 from planner.probabilities import keep_probabilities
-from planner.recompute import Residency, residency
+from planner.recompute import Policy, Residency, residency
 from planner.siblings import merge_siblings
 from planner.split_backward import split_backward, weight_inputs
 from planner.sums import sum_partials_first
@@ -50,7 +50,7 @@ class BlockProgram:
     held: Residency
 
 
-def program(block: Block, policy: str, division: Division, engine: Engine) -> BlockProgram:
+def program(block: Block, policy: Policy, division: Division, engine: Engine) -> BlockProgram:
     """The program of a prepared block under recompute `policy`.
 
     Backward finds gathered what recompute or (for kept tensors) forward gathered, if the engine keeps that; rows at the experts are always kept there.
@@ -58,14 +58,14 @@ def program(block: Block, policy: str, division: Division, engine: Engine) -> Bl
     held = residency(block, policy, selective=engine.selective_recompute, stops_early=engine.recompute_stops_early)
     insert = exchanger(block, division, engine).insert
     forward = insert(tuple(node for node in block.nodes if node.phase == "forward"))
-    kept = frozenset(name for name in _gathered(forward, engine) if base(name) in held.kept)
+    kept = frozenset(name for name in gathered(forward, engine) if base(name) in held.kept)
     again = insert(held.again, kept)
-    backward = insert(tuple(node for node in block.nodes if node.phase == "backward"), kept | _gathered(again, engine))
+    backward = insert(tuple(node for node in block.nodes if node.phase == "backward"), kept | gathered(again, engine))
     return BlockProgram(forward=forward, recompute=again, backward=backward, held=held)
 
 
 def block_work(
-    block: Block, policy: str, division: Division, engine: Engine, *, fp8: bool = False, tied: tuple[str, ...] = (), halves: bool = False
+    block: Block, policy: Policy, division: Division, engine: Engine, *, fp8: bool = False, tied: tuple[str, ...] = (), halves: bool = False
 ) -> BlockWork:
     """The work of a prepared block. `fp8`: linears of layers run in fp8. `tied`: names of parameters that another block counts. `halves`: backward also in
     halves (planner.split_backward)."""
@@ -78,10 +78,10 @@ def block_work(
     saved = _saved(steps.held, later, emitter, fp8_copies=engine.fused_kernels)
     forward_peak, backward_peak, accumulate_peak = _peaks(block, steps, saved, emitter)
     of_input, of_weight = split_backward(steps.backward, block) if halves else ((), ())
-    read = [name for name in weight_inputs(of_weight) if not _is_parameter_like(emitter.tensors[base(name)])]
+    read = [name for name in weight_inputs(of_weight) if not is_parameter_like(emitter.tensors[base(name)])]
     return BlockWork(
         kind_id=block.kind_id,
-        variant=policy,
+        variant=policy if isinstance(policy, str) else "tensors",
         role=block.role,
         forward=emitter.works(steps.forward),
         backward=emitter.works(steps.backward),
@@ -110,11 +110,11 @@ def _peaks(block: Block, steps: BlockProgram, saved: dict[str, float], emitter: 
     incoming = [name for name in _incoming(block, emitter.tensors) if any(name in item.inputs for item in steps.backward)]
 
     def size(name: str) -> float:
-        return 0.0 if _is_parameter_like(emitter.tensors[base(name)]) else saved.get(name, emitter.size(name))
+        return 0.0 if is_parameter_like(emitter.tensors[base(name)]) else saved.get(name, emitter.size(name))
 
     def passing(name: str) -> float:
         tensor = emitter.tensors[base(name)]
-        return emitter.size(name) if tensor.kind == "activation" and _is_parameter_like(tensor) else 0.0
+        return emitter.size(name) if tensor.kind == "activation" and is_parameter_like(tensor) else 0.0
 
     initial = (*saved, *incoming)
     start = sum(map(size, initial))
@@ -133,7 +133,8 @@ def _weight_shapes(backward: tuple[Item, ...], emitter: Emitter) -> tuple[Memory
     return tuple(MemoryItem(name=name, num_bytes=size) for name, size in sorted(shapes.items()))
 
 
-def _gathered(items: tuple[Item, ...], engine: Engine) -> frozenset[str]:
+def gathered(items: tuple[Item, ...], engine: Engine) -> frozenset[str]:
+    """Gathered forms that `items` make and later phases find again."""
     names = {name for item in items for name in item.outputs}
     return frozenset(name for name in names if name.endswith("@routed") or (name.endswith("@whole") and engine.saves_gathered_input))
 
@@ -163,7 +164,7 @@ def _incoming(block: Block, tensors: dict[str, Tensor]) -> list[str]:
     return [name for name, tensor in tensors.items() if tensor.kind == "input" and name not in read and name not in block.inputs]
 
 
-def _is_parameter_like(tensor: Tensor) -> bool:
+def is_parameter_like(tensor: Tensor) -> bool:
     """Parameters, buffers and gradients of parameters (no token axis): accounted by the cost model."""
     return tensor.kind in ("parameter", "buffer") or not has_tokens(tensor)
 

@@ -6,6 +6,7 @@
                 "keep_matmuls" (torch selective checkpointing): keep block inputs and the outputs of matmuls and attention that are needed, drop the rest
                 "keep_every_other_matmul" (torchtitan's stock policy): the same, but the second, fourth, ... matmul runs again
     full        keep the block's inputs only; the whole forward runs again, its communication included
+    (a, b, ...) a tuple of tensors: keep these, and the block's inputs that something reads later (planner.residency chooses such sets)
 
 What runs again is the closure of what backward reads through the dataflow, up to kept tensors. Full recompute repeats the whole forward (Megatron's
 CheckpointFunction, and torch's non-reentrant checkpoint with early_stop=False), or, where the engine stops early, everything up to the last kernel
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from planner.graph import Block, Node
 
 _MATMULS = frozenset({"gemm", "grouped_gemm", "conv", "attention"})
+Policy = str | tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,14 +31,20 @@ class Residency:
     again: tuple[Node, ...]
 
 
-def residency(block: Block, policy: str, *, selective: str = "keep_matmuls", stops_early: bool = False) -> Residency:
-    """What `block` keeps and repeats under `policy` (none, selective, full), `selective` being the engine's meaning of the word."""
+def residency(block: Block, policy: Policy, *, selective: str = "keep_matmuls", stops_early: bool = False) -> Residency:
+    """What `block` keeps and repeats under `policy` (none, selective, full, or the tensors to keep), `selective` being the engine's meaning of the word."""
     if policy == "none":
         return Residency(kept=block.saved, again=())
     forward = tuple(node for node in block.nodes if node.phase == "forward")
-    needed = _needed(block)
+    needed = needed_by_backward(block)
+    if isinstance(policy, tuple):
+        again = _closure(forward, needed, set(policy), block)
+        later = (*again, *(node for node in block.nodes if node.phase == "backward"))
+        read = {name for node in later for name in node.inputs}
+        entering = [name for name in kept_inputs(block) if name in read]
+        return Residency(kept=tuple(dict.fromkeys((*entering, *policy))), again=again)
     if policy == "full":
-        kept = _kept_inputs(block, needed)
+        kept = kept_inputs(block)
         last = max((index for index, node in enumerate(forward) if not needed.isdisjoint(node.outputs)), default=-1)
         return Residency(kept=kept, again=forward[: last + 1] if stops_early else forward)
     if selective == "core_attention":
@@ -46,20 +54,20 @@ def residency(block: Block, policy: str, *, selective: str = "keep_matmuls", sto
     matmuls = [node for node in forward if node.op in _MATMULS and node.op != "attention"]
     dropped = {node.node_id for node in matmuls[1::2]} if selective == "keep_every_other_matmul" else set()
     matmul_outputs = {name for node in forward if node.op in _MATMULS and node.node_id not in dropped for name in node.outputs}
-    inputs = set(_kept_inputs(block, needed))
+    inputs = set(kept_inputs(block))
     again = _closure(forward, needed, matmul_outputs | inputs, block)
     read = needed | {name for node in again for name in node.inputs}
     made = dict.fromkeys((*block.inputs, *(name for node in forward for name in node.outputs)))
     return Residency(kept=tuple(name for name in made if name in read and (name in matmul_outputs or name in inputs)), again=again)
 
 
-def _needed(block: Block) -> set[str]:
+def needed_by_backward(block: Block) -> set[str]:
     """Forward tensors that backward kernels read."""
     made = {name for node in block.nodes if node.phase == "forward" for name in node.outputs}
     return {name for node in block.nodes if node.phase == "backward" for name in node.inputs if name in made}
 
 
-def _kept_inputs(block: Block, needed: set[str]) -> tuple[str, ...]:
+def kept_inputs(block: Block) -> tuple[str, ...]:
     """Inputs that must outlive forward: those autograd saves, and the hidden state (an input shaped like an output)."""
     tensors = {tensor.tensor_id: tensor for tensor in block.tensors}
     shapes = {(tensors[name].shape, tensors[name].dtype) for name in block.outputs}
