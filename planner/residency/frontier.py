@@ -8,7 +8,7 @@ neighbouring vertices, but for one block.
 more (0: every non-dominated point).
 
 *The transient.* While a block's backward runs, everything that backward reads has been kept or made again, so its bytes at any moment are the same under every
-choice; only what recompute makes on the way and nobody needs afterwards differs. The peak of a block beyond the saved bytes of the blocks before it is therefore
+choice; only what recompute makes on the way and nobody needs afterwards differs. The peak of a block beyond the saved bytes of those before it is therefore
 nearly a constant, and n blocks in flight cost (n - 1) x saved + peak. Each point carries the peak that planner.block_work counts for it.
 """
 
@@ -39,7 +39,9 @@ class Point:
 def hull(tape: Tape) -> tuple[Point, ...]:
     """Vertices of the lower-left convex hull, from most bytes (and no recompute) to fewest."""
     first, last = _ends(tape)
-    return tuple(_point(tape, choice) for choice in (first, *_between(tape, first, last), last) if choice is not last or last.kept != first.kept)
+    return tuple(
+        _point(tape, choice) for choice in (first, *_between(tape, first, last), last) if choice is not last or last.kept != first.kept
+    )
 
 
 def frontier(tape: Tape, *, epsilon_frac: float = 0.0, time_limit_s: float | None = None) -> tuple[Point, ...]:
@@ -73,12 +75,14 @@ def _lexicographic(tape: Tape, *, most_bytes: float | None = None, time_limit_s:
     if fast is None:
         return None
     scale = _seconds_a_byte(tape)
-    return solve(tape, seconds_weight=0.0, bytes_weight=scale, most_s=fast.extra_s, most_bytes=most_bytes, time_limit_s=time_limit_s) or fast
+    return (
+        solve(tape, seconds_weight=0.0, bytes_weight=scale, most_s=fast.extra_s, most_bytes=most_bytes, time_limit_s=time_limit_s) or fast
+    )
 
 
 def _seconds_a_byte(tape: Tape) -> float:
     """A weight of bytes that makes all of them as heavy as all seconds."""
-    return sum(step.seconds for step in tape.steps) / max(1.0, sum(tape.size.values()))
+    return sum(step.kernel_s for step in tape.steps) / max(1.0, sum(tape.size_bytes.values()))
 
 
 def _between(tape: Tape, left: Choice, right: Choice) -> tuple[Choice, ...]:

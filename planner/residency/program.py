@@ -6,13 +6,16 @@ Variables, for tensors x, steps n, gathered forms g of a tensor x(g):
     r[n]           step n runs again                       r[m] >= r[n] - h[x]   for x read by n and made by m      (closure)
                                                            r[m] >= 1 - h[x]      for x read by backward
     u[g]           g is gathered in recompute              u[g] >= r[n] - k h[x]            for n reading g
-    b[g]           g is gathered in backward               b[g] >= 1 - k h[x] - e u[g]      for g read by backward
-                   k = 1 where a kept tensor is kept gathered too, e = 1 where backward finds what recompute gathered
+    b[g]           g is gathered in backward               b[g] >= 1 - k h[x] - k u[g]      for g read by backward
+                   k = 1 where the engine keeps gathered what it keeps, and finds in backward what recompute gathered
     s[f]           form f (x itself, or a gathered form) is stored
                    s[f] >= h[x] for f read by backward, >= h[x] + r[n] - 1 for f read by step n, >= h[x] + b[g] - 1 and >= h[x] + u[g] - 1 for x of g
 
     minimise  seconds_weight (sum c(n) r[n] + c(g) u[g] + c'(g) b[g]) + bytes_weight sum bytes(f) s[f]
     subject to  seconds <= limit and bytes <= limit, where given
+
+A tensor that is stored gathered and that a repeated step makes once more, beside others, for a reader of its own form counts both forms here: one more than
+planner.block_work stores, never one less.
 
 With h at 0 or 1 every other variable sits at the largest of its lower bounds, which is 0 or 1: only h needs to be integer. Bytes are counted in units of
 their greatest common divisor, so a limit is exact.
@@ -61,7 +64,7 @@ class _Model:
         self.weights = seconds_weight, bytes_weight
         self.makers = {name: step.node_id for step in tape.steps for name in step.makes}
         self.held = {name: self.program.column(_TIE_S, binary=name in tape.storable) for name in (*tape.storable, *tape.entering)}
-        self.again = {step.node_id: self._timed(step.seconds) for step in tape.steps}
+        self.again = {step.node_id: self._timed(step.kernel_s) for step in tape.steps}
         self.in_recompute = {name: self._timed(cost[0]) for name, cost in tape.gather_s.items()}
         self.in_backward = {name: self._timed(cost[1]) for name, cost in tape.gather_s.items()}
         self.stored: dict[str, int] = {}
@@ -78,12 +81,14 @@ class _Model:
 
     def _store(self, form: str) -> int:
         if form not in self.stored:
-            size = self.tape.size[form]
+            size = self.tape.size_bytes[form]
             self.stored[form] = self.program.column(self.weights[1] * size)
             self.bytes[self.stored[form]] = size
         return self.stored[form]
 
-    def _at_least(self, column: int, *, plus: tuple[int | None, ...] = (), minus: tuple[int | None, ...] = (), constant: float = 0.0) -> None:
+    def _at_least(
+        self, column: int, *, plus: tuple[int | None, ...] = (), minus: tuple[int | None, ...] = (), constant: float = 0.0
+    ) -> None:
         """column >= sum of `plus` - sum of `minus` + constant; None among `plus` is 1."""
         row = {column: 1.0}
         for name in plus:
@@ -101,31 +106,20 @@ class _Model:
         """`reader` (None: backward) reads physical name `form`."""
         name = base(form)
         held = self.held.get(name)
-        if held is None:
-            self._make(name, reader, None)
-            return
-        if name in self.tape.entering:
-            self._at_least(held, plus=(reader,))
-        else:
-            self._make(name, reader, held)
-        if form not in self.tape.gather_s:
-            self._at_least(self._store(form), plus=(held, reader), constant=-1.0)
-            return
-        spared = held if form in self.tape.kept_gathered else None
-        if spared is not None:
-            self._at_least(self._store(form), plus=(held, reader), constant=-1.0)
-        if reader is not None:
-            gather = self.in_recompute[form]
-            self._at_least(gather, plus=(reader,), minus=(spared,))
-        else:
-            gather = self.in_backward[form]
-            self._at_least(gather, plus=(None,), minus=(spared, self.in_recompute[form] if form in self.tape.reused else None))
-        if spared is None:
-            self._at_least(self._store(name), plus=(held, gather), constant=-1.0)
-
-    def _make(self, name: str, reader: int | None, held: int | None) -> None:
         if name in self.makers:
             self._at_least(self.again[self.makers[name]], plus=(reader,), minus=(held,))
+        elif held is not None:
+            self._at_least(held, plus=(reader,))
+        spared = held if form in self.tape.shared else None
+        if held is not None and (spared is not None or form not in self.tape.gather_s):
+            self._at_least(self._store(form), plus=(held, reader), constant=-1.0)
+        if form not in self.tape.gather_s:
+            return
+        gather = self.in_backward[form] if reader is None else self.in_recompute[form]
+        earlier = self.in_recompute[form] if reader is None and form in self.tape.shared else None
+        self._at_least(gather, plus=(reader,), minus=(spared, earlier))
+        if held is not None and spared is None:
+            self._at_least(self._store(name), plus=(held, gather), constant=-1.0)
 
     def solve(self, most_s: float | None, most_bytes: float | None, time_limit_s: float | None) -> Choice | None:
         if most_s is not None:
@@ -134,7 +128,9 @@ class _Model:
         sizes = {column: size for column, size in self.bytes.items() if size > 0.0}
         if most_bytes is not None and sizes:
             unit = float(reduce(gcd, (round(size) for size in sizes.values()), 0)) or 1.0
-            self.program.row({column: size / unit for column, size in sizes.items()}, None, float(floor(most_bytes / unit * (1.0 + _LIMIT_SLACK))))
+            self.program.row(
+                {column: size / unit for column, size in sizes.items()}, None, float(floor(most_bytes / unit * (1.0 + _LIMIT_SLACK)))
+            )
         solution = minimise(self.program, time_limit_s)
         if solution is None:
             return None
@@ -146,7 +142,7 @@ def evaluate(tape: Tape, kept: tuple[str, ...]) -> Choice:
     """What keeping `kept` costs by the same rules, walked forward without a solver: the certificate of every solve."""
     held = set(kept)
     makers = {name: step for step in tape.steps for name in step.makes}
-    wanted = {base(name) for name in tape.backward_reads} - held - set(tape.entering)
+    wanted = {base(name) for name in tape.backward_reads} - held
     again = []
     for step in reversed(tape.steps):
         if not wanted.isdisjoint(step.makes):
@@ -154,10 +150,12 @@ def evaluate(tape: Tape, kept: tuple[str, ...]) -> Choice:
             wanted |= {base(name) for name in step.reads if base(name) in makers and base(name) not in held}
     reads = [*((name, "again") for step in again for name in step.reads), *((name, "backward") for name in tape.backward_reads)]
     alive = held | {base(name) for name, _ in reads if base(name) in tape.entering}
-    free = {name for name in tape.kept_gathered if base(name) in alive}
+    free = {name for name in tape.shared if base(name) in alive}
     first = {name for name, phase in reads if phase == "again" and name in tape.gather_s} - free
-    second = {name for name, phase in reads if phase == "backward" and name in tape.gather_s} - free - (first & tape.reused)
+    second = {name for name, phase in reads if phase == "backward" and name in tape.gather_s} - free - (first & tape.shared)
     stored = {name for name, _ in reads if base(name) in alive and (name in free or name not in tape.gather_s)}
     stored |= {base(name) for name in first | second if base(name) in alive}
-    seconds = sum(step.seconds for step in again) + sum(tape.gather_s[name][0] for name in first) + sum(tape.gather_s[name][1] for name in second)
-    return Choice(kept=kept, extra_s=seconds, saved_bytes=sum(tape.size[name] for name in stored))
+    seconds = (
+        sum(step.kernel_s for step in again) + sum(tape.gather_s[name][0] for name in first) + sum(tape.gather_s[name][1] for name in second)
+    )
+    return Choice(kept=kept, extra_s=seconds, saved_bytes=sum(tape.size_bytes[name] for name in stored))

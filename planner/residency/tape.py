@@ -25,7 +25,7 @@ class Step:
     """One forward kernel that may run again: `reads` are the physical names of activations it reads, `makes` the tensors it makes."""
 
     node_id: str
-    seconds: float
+    kernel_s: float
     reads: tuple[str, ...]
     makes: tuple[str, ...]
 
@@ -35,9 +35,9 @@ class Tape:
     """One block kind on one rank for one micro-batch.
 
     steps: forward kernels in order. backward_reads: physical names that backward reads. entering: inputs of the block that whoever reads later keeps alive.
-    storable: made tensors that can be kept. size: bytes of a physical name. gather_s: seconds to make a gathered form from its tensor, in recompute and in
-    backward (where it may hide behind a kernel). kept_gathered: gathered forms that come with their tensor when it is kept; reuses: whether backward finds
-    gathered what recompute gathered.
+    storable: made tensors that can be kept. size_bytes: bytes of a physical name. gather_s: seconds to make a gathered form from its tensor, in recompute and
+    in backward (where it may hide behind a kernel, and is nothing extra when every choice pays it). shared: gathered forms that come with their tensor when it is
+    kept, and that backward finds when recompute made them.
     """
 
     block: Block
@@ -48,10 +48,9 @@ class Tape:
     backward_reads: tuple[str, ...]
     entering: tuple[str, ...]
     storable: tuple[str, ...]
-    size: dict[str, float]
+    size_bytes: dict[str, float]
     gather_s: dict[str, tuple[float, float]]
-    kept_gathered: frozenset[str]
-    reused: frozenset[str]
+    shared: frozenset[str]
     base_s: float
     _works: dict[Policy, BlockWork] = field(default_factory=dict, repr=False, compare=False)
 
@@ -73,7 +72,8 @@ def record(block: Block, division: Division, engine: Engine, machine: Machine) -
     emitter = Emitter(division=division, engine=engine, tensors=tensors)
     inserter = exchanger(block, division, engine)
     phases = {phase: tuple(node for node in block.nodes if node.phase == phase) for phase in ("forward", "backward")}
-    gathers = {name: item for items in phases.values() for item in inserter.insert(items) if isinstance(item, Exchange) for name in item.outputs if base(name) in item.inputs}  # fmt: skip
+    exchanges = [item for items in phases.values() for item in inserter.insert(items) if isinstance(item, Exchange)]
+    gathers = {name: item for item in exchanges for name in item.outputs if base(name) in item.inputs}
 
     def counts(name: str) -> bool:
         return tensors[base(name)].kind in ("activation", "input")
@@ -86,31 +86,31 @@ def record(block: Block, division: Division, engine: Engine, machine: Machine) -
         items = inserter.insert((node,), frozenset(gathers))
         kernel = next(item for item in items if not isinstance(item, Exchange))
         reads = tuple(name for name in kernel.inputs if counts(name))
-        steps.append(Step(node_id=node.node_id, seconds=seconds(items), reads=reads, makes=node.outputs))
+        steps.append(Step(node_id=node.node_id, kernel_s=seconds(items), reads=reads, makes=node.outputs))
     lean = inserter.insert(phases["backward"], frozenset(gathers))
     made = {name for node in phases["backward"] for name in node.outputs}
-    reads = dict.fromkeys(name for item in lean for name in item.inputs if base(name) not in made and counts(name))
+    read_later = dict.fromkeys(name for item in lean for name in item.inputs if base(name) not in made and counts(name))
     forward_made = {name: node for node in phases["forward"] for name in node.outputs}
     entering = kept_inputs(block)
-    own = [name for name in reads if base(name) in forward_made or base(name) in entering]
+    own = [name for name in read_later if base(name) in forward_made or base(name) in entering]
     deferred = inserter.deferred
     storable = tuple(name for name in forward_made if name not in deferred and counts(name))
     later = {base(name) for name in own} | {base(name) for step in steps for name in step.reads} | needed_by_backward(block)
-    kept, reused = gathered(inserter.insert(phases["forward"]), engine), gathered(tuple(gathers.values()), engine)
+    shared = gathered(inserter.insert(phases["forward"]), engine)
     whole = seconds(inserter.insert(phases["backward"]))
 
-    def again_s(name: str) -> float:
-        """Seconds that gathering again in backward takes, where it can be spared."""
-        return max(0.0, whole - seconds(inserter.insert(phases["backward"], frozenset({name})))) if name in kept | reused else 0.0
+    def backward_s(name: str) -> float:
+        """Seconds that gathering in backward takes, where something can spare it."""
+        return max(0.0, whole - seconds(inserter.insert(phases["backward"], frozenset({name})))) if name in shared else 0.0
 
     gather_s = {
-        name: (seconds((item,)), again_s(name)) for name, item in gathers.items() if base(name) in forward_made or base(name) in entering
+        name: (seconds((item,)), backward_s(name)) for name, item in gathers.items() if base(name) in forward_made or base(name) in block.inputs
     }  # fmt: skip
     none = block_work(block, "none", division, engine)
     names = {*storable, *entering, *gather_s}
     return Tape(
         block=block, division=division, engine=engine, machine=machine, steps=tuple(steps), backward_reads=tuple(own), entering=entering,
-        storable=tuple(name for name in storable if name in later), size={name: emitter.size(name) for name in sorted(names)}, gather_s=gather_s,
-        kept_gathered=kept & set(gather_s), reused=reused & set(gather_s),
+        storable=tuple(name for name in storable if name in later), size_bytes={name: emitter.size(name) for name in sorted(names)}, gather_s=gather_s,
+        shared=shared & set(gather_s),
         base_s=price_phase((*none.recompute, *none.backward), machine).device_s,
     )  # fmt: skip
