@@ -36,8 +36,8 @@ class Tape:
 
     steps: forward kernels in order. backward_reads: physical names that backward reads. entering: inputs of the block that whoever reads later keeps alive.
     storable: made tensors that can be kept. size_bytes: bytes of a physical name. gather_s: seconds to make a gathered form from its tensor, in recompute and
-    in backward (where it may hide behind a kernel, and is nothing extra when every choice pays it). shared: gathered forms that come with their tensor when it is
-    kept, and that backward finds when recompute made them.
+    in backward (where it may hide behind a kernel, and is nothing extra when every choice pays it). shared: gathered forms that come with their tensor
+    when it is kept, and that backward finds when recompute made them.
     """
 
     block: Block
