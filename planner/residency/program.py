@@ -156,6 +156,8 @@ def evaluate(tape: Tape, kept: tuple[str, ...]) -> Choice:
     stored = {name for name, _ in reads if base(name) in alive and (name in free or name not in tape.gather_s)}
     stored |= {base(name) for name in first | second if base(name) in alive}
     seconds = (
-        sum(step.kernel_s for step in again) + sum(tape.gather_s[name][0] for name in first) + sum(tape.gather_s[name][1] for name in second)
+        sum(step.kernel_s for step in again)
+        + sum(tape.gather_s[name][0] for name in first)
+        + sum(tape.gather_s[name][1] for name in second)
     )
     return Choice(kept=kept, extra_s=seconds, saved_bytes=sum(tape.size_bytes[name] for name in stored))
